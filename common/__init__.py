@@ -1,0 +1,1 @@
+"""What every Libra process shares: messages, the mesh, configuration, errors, logs."""

@@ -1,0 +1,69 @@
+"""What a rollout worker receives: trajectories from the scheduler, versions from the coordinator."""
+
+from common.messages.base import Message, Request
+from common.messages.coordinator import Manifest
+
+
+class TrajectoryAssigned(Message):
+    """The worker owns the trajectory from now on."""
+
+    holding: int
+    """Trajectories that the worker now holds, this one included."""
+
+
+class AssignTrajectory(Request[TrajectoryAssigned]):
+    """Start (or go on with) one trajectory on this worker.
+
+    Sent by the scheduler. Refused with `DRAINING` while the worker hands its trajectories
+    back, with `NOT_READY` before its first version is applied, and with `STALE_FENCE` when
+    it already holds the trajectory under a newer lease.
+    """
+
+    trajectory_id: str
+    group_id: str
+    """Trajectories of one group share a prompt and are baselined together."""
+    lease: int
+    """Number of this placement; turns reported under an older one are refused."""
+    environment: str
+    task: str
+    """The task's row as JSON."""
+    seed: int
+    """Seed of this trajectory's sampling."""
+    turn: int
+    """Turn to do next; 0 means that nothing is journaled and the prompt is not rendered yet."""
+    prompt_tokens: bytes
+    """Packed int32; empty when `turn` is 0."""
+    later_tokens: list[bytes]
+    """Packed int32: action and observation tokens of each journaled turn, alternating."""
+    session_id: str
+    tool_server: str
+    """Name of the server that holds the session; empty before the first turn."""
+
+
+class TrajectoryDropped(Message):
+    """The worker does not hold the trajectory (any more)."""
+
+
+class DropTrajectory(Request[TrajectoryDropped]):
+    """Stop working on a trajectory and free what it holds. Sent by the scheduler."""
+
+    trajectory_id: str
+    lease: int
+
+
+class VersionApplied(Message):
+    """The engine decodes with the version from the next token on."""
+
+    version: int
+    digest: str
+    apply_s: float
+
+
+class ApplyVersion(Request[VersionApplied]):
+    """Map the segment, check it, and swap it in between two decode steps.
+
+    Sent by the coordinator. Idempotent; an older version than the applied one is answered
+    with the applied one. Refused with `FAILED` when the bytes do not match the manifest.
+    """
+
+    manifest: Manifest
