@@ -1,23 +1,36 @@
 """The configuration: one TOML file, one frozen model, one loader.
 
 Every key is declared here, with its unit and default; anything else is refused with its file
-and line. `load` is the only way from a file to a `Config`, for every command and service.
+and line. `common.config_load.load_config` is the only way from a file to a `Config`, for every
+command and service; which values go together is decided in `common.config_combine`. The string
+under a field is its documentation in docs/CONFIG.md. Environment variables configure nothing.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict
 
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
+INT_MAX = 2**31 - 1
+"""Every integer travels in messages and lies in the ledger; none needs more than 31 bits."""
+
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
+Count = Annotated[int, Field(ge=1, le=INT_MAX)]
+CountOrZero = Annotated[int, Field(ge=0, le=INT_MAX)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
+Text = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A table of the file: frozen, every key known."""
+    """A table of the file: frozen, every key known, no value converted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class RunConfig(Section):
@@ -25,9 +38,9 @@ class RunConfig(Section):
 
     name: Name
     """Names the run directory."""
-    directory: str = "runs"
+    directory: Text = "runs"
     """Where run directories are made, relative to the working directory."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Of everything random: task order, sampling, initial weights of new parameters."""
     max_steps: Count
     """Optimizer steps; the run also ends when all epochs are trained."""
@@ -38,8 +51,9 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str
-    """A directory that transformers loads as a causal LM, with its tokenizer."""
+    path: Text
+    """A directory, relative to the working directory, that transformers loads as a causal LM,
+    with its tokenizer and chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the rollout engines and of published versions. The trainer keeps float32 weights."""
     context_tokens: Count
@@ -49,21 +63,27 @@ class ModelConfig(Section):
 class TasksConfig(Section):
     """What the policy is trained on."""
 
-    path: str
-    """A JSONL file; each row is one task."""
-    id_column: str = "task_id"
-    environment_column: str = "environment"
+    path: Text
+    """A JSONL file, relative to the working directory; each row is one task."""
+    id_column: Text = "task_id"
+    """Column that holds the row's id, unique in the file."""
+    environment_column: Text = "environment"
     """Column that names the environment of the row."""
     epochs: Count = 1
+    """How often each task is trained."""
 
 
 class SamplingConfig(Section):
-    """How trajectories are sampled. top-p, top-k and min-p do not exist here on purpose: they
-    renormalise the sampling distribution, and the loss would be biased by the cut mass."""
+    """How trajectories are sampled.
+
+    top-p, top-k and min-p do not exist here on purpose: they renormalise the sampling
+    distribution, and the loss would be biased by the cut mass.
+    """
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Applied in the engine and in the trainer's log-probabilities alike."""
     turns_max: Count = 4
+    """Turns of one trajectory."""
     turn_tokens_max: Count = 64
     """Tokens sampled in one turn."""
     trajectory_tokens_max: Count = 256
@@ -81,6 +101,8 @@ class RolloutConfig(Section):
     tool_timeout_s: Seconds = 10.0
     """Wall-clock limit of one tool call; past it the model sees a time-out."""
     grade_timeout_s: Seconds = 30.0
+    """Wall-clock limit of grading one trajectory; past it the trajectory counts as failed by
+    us, not as a wrong answer."""
     start_timeout_s: Seconds = 300.0
     """An engine that is not ready by then ends the run with its last log line."""
 
@@ -89,24 +111,28 @@ class BucketConfig(Section):
     """A class of rollout workers with one parallelism configuration."""
 
     name: Name
+    """Names the bucket; its workers are called `NAME-0`, `NAME-1`, …"""
     engine: Literal["auto", "vllm", "torch", "fake"] = "auto"
     """`auto` takes vLLM where it can be imported, else torch."""
     workers: Count = 1
+    """Rollout worker processes."""
     tensor_parallel: Count = 1
+    """Devices (without GPUs: cores) over which vLLM splits one worker's model."""
     slots: Count = 32
     """Trajectories that one worker holds at once."""
     kv_tokens: Count = 32768
     """KV-cache budget of one worker, in tokens."""
-    cpus: list[list[int]] = []
+    cpus: list[Annotated[list[CountOrZero], Field(min_length=1)]] = []
     """Without GPUs: the cores of each worker; empty lets the launcher spread them."""
 
 
 class SchedulerConfig(Section):
     """Admission and placement."""
 
-    max_staleness_steps: Annotated[int, Field(ge=0)] = 1
+    max_staleness_steps: CountOrZero = 1
     """A batch may be trained at most so many steps after its oldest token was sampled."""
     placement: Literal["least_load"] = "least_load"
+    """How a worker is chosen: the one with the most free KV cache."""
     placements_max: Count = 5
     """A trajectory that lost so many workers is given up as a failure."""
     attempts_max: Count = 3
@@ -119,6 +145,7 @@ class TrainingConfig(Section):
     """The optimizer step."""
 
     groups_per_step: Count = 8
+    """Groups that one optimizer step consumes."""
     group_size: Count = 8
     """Trajectories per task and group."""
     group_usable_min: Count = 2
@@ -127,18 +154,27 @@ class TrainingConfig(Section):
     """Groups whose rewards are all equal have no gradient: replace them, or keep them in the
     batch as they are."""
     baseline: Literal["group", "none"] = "group"
+    """What is subtracted from a reward: the mean of its group, or nothing."""
     normalise_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO); False is Dr. GRPO."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Of AdamW, after the warm-up."""
+    warmup_steps: CountOrZero = 0
+    """Steps over which the learning rate rises linearly from zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    betas: Annotated[tuple[Decay, Decay], Strict(strict=False)] = (0.9, 0.95)
+    """Of AdamW."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The policy ratio is clipped below `1 - clip_low`."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """The policy ratio is clipped above `1 + clip_high`."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """Truncation of the importance ratio between proximal and behaviour policy."""
     loss_average: Literal["token", "sequence"] = "token"
+    """Whether every action token of the batch weighs the same, or every trajectory."""
     grad_norm_max: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients with a larger norm are scaled down to it."""
     minibatches: Count = 1
     """Optimizer updates per step; the batch is split evenly over them."""
     micro_batch_tokens: Count = 16384
@@ -150,19 +186,23 @@ class TrainingConfig(Section):
     threads: Count = 1
     """CPU threads of each rank."""
     checkpoint_every_steps: Count = 10
+    """Steps between two checkpoints; the last step always makes one."""
     checkpoints_kept: Count = 2
+    """Older checkpoints are deleted."""
 
 
 class ToolServerConfig(Section):
     """One tool server process."""
 
     name: Name
-    target: str
+    """Names the server in logs and metrics."""
+    target: Text
     """Python module (`package.module`) or file (`path/to/server.py`) with tools and
     environments."""
     capacity: Count = 64
     """Sessions open at once."""
     session_ttl_s: Seconds = 120.0
+    """A session that nothing touches for so long is closed."""
     unsafe: bool = False
     """Let model-written code run without a sandbox. Only for code you wrote yourself."""
 
@@ -170,7 +210,7 @@ class ToolServerConfig(Section):
 class CoordinatorConfig(Section):
     """Membership and versions."""
 
-    address: str = "tcp://127.0.0.1:0"
+    address: Text = "tcp://127.0.0.1:0"
     """Where the coordinator listens; port 0 takes a free one and publishes it in the run
     directory."""
     lease_s: Seconds = 3.0
@@ -183,16 +223,22 @@ class Config(Section):
     """One job."""
 
     run: RunConfig
+    """What the run is called and when it ends."""
     model: ModelConfig
+    """The policy."""
     tasks: TasksConfig
+    """What the policy is trained on."""
     sampling: SamplingConfig = SamplingConfig()
+    """How trajectories are sampled."""
     rollout: RolloutConfig = RolloutConfig()
+    """How the rollout workers work."""
     buckets: Annotated[list[BucketConfig], Field(min_length=1)]
+    """The rollout workers, by class."""
     scheduler: SchedulerConfig = SchedulerConfig()
+    """Admission and placement."""
     training: TrainingConfig = TrainingConfig()
+    """The optimizer step."""
     tools: Annotated[list[ToolServerConfig], Field(min_length=1)]
+    """The tool servers."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        return self
+    """Membership and versions."""
