@@ -1,0 +1,167 @@
+"""Which values of a configuration go together. Pure; what lies on disk is `config_check`'s."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from common.config import Config
+from common.toml_lines import KeyPath
+
+_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that cannot be used as it is, and where it was said."""
+
+    keys: tuple[KeyPath, ...]
+    """The keys that contradict each other; the first is the one to look at."""
+    text: str
+    """What is wrong, then `; `, then what to do."""
+
+
+def combination_problems(config: Config) -> list[Problem]:
+    """Find every impossible combination of values that are each valid on their own."""
+    return [
+        *_groups(config),
+        *_lengths(config),
+        *_buckets(config),
+        *_names(config),
+        *_addresses(config),
+    ]
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    training = config.training
+    size = training.group_size
+    size_key: KeyPath = ("training", "group_size")
+    if size == 1 and training.baseline == "group":
+        yield Problem(
+            (size_key, ("training", "baseline")),
+            'a group of 1 minus the mean of its group (training.baseline = "group") never has a '
+            'gradient; use group_size = 2 or more, or baseline = "none"',
+        )
+    elif size == 1 and training.zero_variance == "filter":
+        yield Problem(
+            (size_key, ("training", "zero_variance")),
+            'a group of 1 always has equal rewards, so training.zero_variance = "filter" drops '
+            'all; use group_size = 2 or more, or zero_variance = "keep"',
+        )
+    if training.group_usable_min > size:
+        yield Problem(
+            (("training", "group_usable_min"), size_key),
+            f"{training.group_usable_min} usable trajectories are more than training.group_size "
+            f"= {size}, so every group would be dropped; use {size} or less",
+        )
+    yield from _division(config)
+
+
+def _division(config: Config) -> Iterator[Problem]:
+    training = config.training
+    batch = training.groups_per_step * training.group_size
+    shares = training.minibatches * training.ranks
+    if batch % shares == 0:
+        return
+    culprit = "minibatches" if batch % training.minibatches else "ranks"
+    yield Problem(
+        (
+            ("training", culprit),
+            ("training", "groups_per_step"),
+            ("training", "group_size"),
+        ),
+        f"{batch} trajectories per step (training.groups_per_step * group_size) do not divide "
+        f"into {training.minibatches} minibatches on {training.ranks} ranks; choose numbers whose "
+        f"product divides {batch}",
+    )
+
+
+def _lengths(config: Config) -> Iterator[Problem]:
+    sampling, context = config.sampling, config.model.context_tokens
+    turn_key: KeyPath = ("sampling", "turn_tokens_max")
+    context_key: KeyPath = ("model", "context_tokens")
+    if sampling.turn_tokens_max >= context:
+        yield Problem(
+            (turn_key, context_key),
+            f"a turn of {sampling.turn_tokens_max} tokens leaves no room for a prompt in "
+            f"model.context_tokens = {context}; shorten the turn or enlarge the context",
+        )
+    if sampling.turn_tokens_max > sampling.trajectory_tokens_max:
+        yield Problem(
+            (turn_key, ("sampling", "trajectory_tokens_max")),
+            f"a turn may take {sampling.turn_tokens_max} tokens, but all turns together only "
+            f"sampling.trajectory_tokens_max = {sampling.trajectory_tokens_max}; raise the latter",
+        )
+    if config.training.micro_batch_tokens < context:
+        yield Problem(
+            (("training", "micro_batch_tokens"), context_key),
+            f"a trajectory of model.context_tokens = {context} does not fit into a forward pass "
+            f"of {config.training.micro_batch_tokens} tokens; use {context} or more",
+        )
+
+
+def _buckets(config: Config) -> Iterator[Problem]:
+    context, turn = config.model.context_tokens, config.sampling.turn_tokens_max
+    for index, bucket in enumerate(config.buckets):
+
+        def key(name: str, index: int = index) -> KeyPath:
+            return ("buckets", index, name)
+
+        if bucket.kv_tokens < context:
+            yield Problem(
+                (key("kv_tokens"), ("model", "context_tokens")),
+                f"a trajectory of model.context_tokens = {context} could never fit into a KV "
+                f"cache of {bucket.kv_tokens} tokens; use {context} or more",
+            )
+        elif bucket.slots * turn > bucket.kv_tokens:
+            yield Problem(
+                (key("slots"), key("kv_tokens")),
+                f"{bucket.slots} trajectories that sample a turn of sampling.turn_tokens_max = "
+                f"{turn} at once need more than kv_tokens = {bucket.kv_tokens}; use at most "
+                f"{max(1, bucket.kv_tokens // turn)} slots",
+            )
+        if bucket.cpus and len(bucket.cpus) != bucket.workers:
+            yield Problem(
+                (key("cpus"), key("workers")),
+                f"lists the cores of {len(bucket.cpus)} workers, but workers = {bucket.workers}; "
+                "give one list of cores per worker, or none at all",
+            )
+        if bucket.tensor_parallel > 1 and bucket.engine in ("torch", "fake"):
+            yield Problem(
+                (key("tensor_parallel"), key("engine")),
+                f'engine = "{bucket.engine}" cannot split a model over '
+                f'{bucket.tensor_parallel} devices; use engine = "vllm" or tensor_parallel = 1',
+            )
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    yield from _repeated("buckets", [bucket.name for bucket in config.buckets])
+    yield from _repeated("tools", [server.name for server in config.tools])
+
+
+def _repeated(table: str, names: Iterable[str]) -> Iterator[Problem]:
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            yield Problem(
+                ((table, index, "name"),),
+                f"{name!r} is the name of another entry of {table} too; give each its own",
+            )
+
+
+def _addresses(config: Config) -> Iterator[Problem]:
+    address = config.coordinator.address
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        yield Problem(
+            (("coordinator", "address"),),
+            f'{address!r} is no address; write it as "tcp://HOST:PORT", port 0 for a free one',
+        )
+    for index, server in enumerate(config.tools):
+        if server.session_ttl_s <= config.rollout.tool_timeout_s:
+            yield Problem(
+                (("tools", index, "session_ttl_s"), ("rollout", "tool_timeout_s")),
+                f"a session would be closed in the middle of a call that may take "
+                f"rollout.tool_timeout_s = {config.rollout.tool_timeout_s:g} s; use more than that",
+            )
