@@ -73,7 +73,9 @@ def main(
     configure_logs(role, options.name)
     try:
         config = load_config(Path(options.config), options.override)
-        uvloop.run(_supervise(role, build, config, options))
+        run_dir = Path(options.run_dir or Path(config.run.directory) / config.run.name)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        uvloop.run(_supervise(build, config, run_dir, options))
     except* ConfigError as group:
         return _report(group, EXIT_CONFIG)
     except* LibraError as group:
@@ -119,18 +121,15 @@ def _parse(role: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", default="")
     parser.add_argument("--parent", type=int, default=None)
     parser.add_argument("override", nargs="*")
+    parser.set_defaults(role=role)
     return parser.parse_args(arguments)
 
 
 async def _supervise(
-    role: str,
-    build: Callable[[Runtime], Service],
-    config: Config,
-    options: argparse.Namespace,
+    build: Callable[[Runtime], Service], config: Config, run_dir: Path, options: argparse.Namespace
 ) -> None:
+    role: str = options.role
     run_id = options.run_id or config.run.name
-    run_dir = Path(options.run_dir or Path(config.run.directory) / config.run.name)
-    run_dir.mkdir(parents=True, exist_ok=True)
 
     def coordinator_address() -> str:
         return published_coordinator(run_dir, run_id) or config.coordinator.address

@@ -1,0 +1,1 @@
+"""The `libra` command: runs a job, serves one process of it, checks, measures."""

@@ -1,0 +1,43 @@
+"""`libra bench …`: every claim about speed or numerics, as a command."""
+
+from typing import Annotated
+
+import typer
+
+from services.cli.bench import BenchReport
+
+bench = typer.Typer(help="Measure, and check against the limits.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object with figures and checks.")]
+
+
+@bench.command()
+def mesh(
+    *,
+    as_json: AsJson = False,
+    seconds: Annotated[float, typer.Option(help="Per measurement.")] = 2.0,
+) -> None:
+    """The mesh against raw pyzmq, zmq.asyncio and grpc.aio."""
+    from services.cli.bench_mesh import bench_mesh
+
+    _finish(bench_mesh(seconds=seconds), as_json=as_json)
+
+
+@bench.command()
+def onpolicy(
+    *,
+    as_json: AsJson = False,
+    engine: Annotated[list[str] | None, typer.Option(help="torch, vllm; both by default.")] = None,
+) -> None:
+    """Trainer and engine log-probabilities of the same tokens: ratio 1 within 1e-3."""
+    from services.cli.bench_onpolicy import bench_onpolicy
+
+    _finish(bench_onpolicy(engines=engine or ["torch", "vllm"]), as_json=as_json)
+
+
+def _finish(report: BenchReport, *, as_json: bool) -> None:
+    if as_json:
+        print(report.to_json())
+    else:
+        report.print_table()
+    raise typer.Exit(report.exit_code)

@@ -1,0 +1,154 @@
+"""Child processes: started, watched, started again, stopped in order, never orphaned."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+
+from common.errors import ConfigError, RunFailed
+from common.logs import last_lines
+from services.cli.plan import (
+    GRACE_S,
+    SETTLED_S,
+    STOP_ORDER,
+    AfterExit,
+    ProcessSpec,
+    after_exit,
+    common_environment,
+)
+
+log = structlog.get_logger()
+
+RESTART_DELAY_S = 0.5
+KILL_WAIT_S = 5.0
+LOG_TAIL_LINES = 40
+
+
+class Children:
+    """All processes of one run."""
+
+    def __init__(self, run_dir: Path, run_id: str) -> None:
+        self._run_dir = run_dir
+        self._run_id = run_id
+        self._running: dict[str, tuple[ProcessSpec, asyncio.subprocess.Process]] = {}
+        self._stopping = False
+        self.restarts: dict[str, int] = {}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs now, by name."""
+        return {name: process.pid for name, (_, process) in self._running.items()}
+
+    async def keep(self, spec: ProcessSpec) -> None:
+        """Keep one process running until the run stops. Returns when the job is finished.
+
+        Raises:
+            ConfigError: it says that the configuration cannot be used.
+            RunFailed: it failed for good.
+        """
+        loop = asyncio.get_running_loop()
+        in_a_row = 0
+        while not self._stopping:
+            started_s = loop.time()
+            process = await self._start(spec)
+            code = await process.wait()
+            self._running.pop(spec.name, None)
+            if self._stopping:
+                return
+            if loop.time() - started_s > SETTLED_S:
+                in_a_row = 0
+            match after_exit(spec.role, code, in_a_row):
+                case AfterExit.FINISHED:
+                    return
+                case AfterExit.GIVE_UP:
+                    raise self._failure(spec, code)
+                case AfterExit.RESTART:
+                    in_a_row += 1
+                    self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
+                    log.warning("process.restarted", process=spec.name, exit_code=code)
+                    await asyncio.sleep(RESTART_DELAY_S)
+
+    async def stop(self) -> None:
+        """Stop what runs, role by role, so that each still finds whom it reports to."""
+        self._stopping = True
+        for role in STOP_ORDER:
+            processes = [p for spec, p in self._running.values() if spec.role == role]
+            await _stop_all(processes, GRACE_S[role])
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._stopping = True
+        for _, process in self._running.values():
+            _signal(process, signal.SIGKILL)
+
+    async def _start(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
+        arguments = [
+            *("-m", f"services.{spec.role}"),
+            *("--config", str(self._run_dir / "config.toml")),
+            *("--name", spec.name),
+            *("--run-dir", str(self._run_dir)),
+            *("--run-id", self._run_id),
+            *("--parent", str(os.getpid())),
+        ]
+        environment: Mapping[str, str] = {
+            **common_environment(os.environ),
+            **dict(spec.environment),
+        }
+        with (self._run_dir / "logs" / f"{spec.name}.log").open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the launcher only.
+            )
+        self._running[spec.name] = (spec, process)
+        return process
+
+    def _failure(self, spec: ProcessSpec, code: int) -> ConfigError | RunFailed:
+        path = self._run_dir / "logs" / f"{spec.name}.log"
+        detail = failure_detail(last_lines(path, LOG_TAIL_LINES)) or f"exit code {code}"
+        if code == 2:
+            return ConfigError(detail)
+        return RunFailed(f"{spec.name}: {detail}\n(its log: {path})")
+
+
+def failure_detail(lines: list[str]) -> str:
+    """What a process said of its own end: its last `service.failed`, else its last line."""
+    for line in reversed(lines):
+        with contextlib.suppress(json.JSONDecodeError):
+            entry: Any = json.loads(line)
+            if isinstance(entry, dict):
+                event = cast("dict[str, Any]", entry)
+                if event.get("event") == "service.failed":
+                    return str(event.get("detail", ""))
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+async def _stop_all(processes: list[asyncio.subprocess.Process], grace_s: float) -> None:
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    for process in processes:
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("process.killed", pid=process.pid, reason="grace_exceeded")
+            _signal(process, signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_WAIT_S):
+                    await process.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)

@@ -1,0 +1,97 @@
+"""The command line: `libra run | serve | check | bench`."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from common.errors import ConfigError, LibraError
+from common.service import EXIT_CONFIG, EXIT_FAILED
+from common.service import main as serve_main
+from services.cli.bench_commands import bench
+
+SERVICES = {
+    "coordinator": "CoordinatorService",
+    "rollout": "RolloutService",
+    "scheduler": "SchedulerService",
+    "tools": "ToolsService",
+    "trainer": "TrainerService",
+}
+
+app = typer.Typer(
+    help="Reinforcement learning of tool-using language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+
+ConfigPath = Annotated[Path, typer.Argument(help="The job's TOML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, as in the file.", show_default=False)
+]
+
+
+@app.command()
+def run(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
+    max_steps: Annotated[int | None, typer.Option(help="Short for run.max_steps=N.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check, print the plan, start nothing.")] = False,
+) -> None:
+    """Run a job on this machine: all its processes, to its end."""
+    from services.cli.check import check_job
+    from services.cli.launcher import launch
+    from services.cli.plan import processes
+
+    given = list(overrides or [])
+    if max_steps is not None:
+        given.append(f"run.max_steps={max_steps}")
+    console = Console(highlight=False)
+    checked = check_job(config, given)
+    if dry_run:
+        for spec in processes(checked):
+            console.print(f"{spec.role:12} {spec.name}")
+        return
+    raise typer.Exit(launch(checked, resume=resume, console=console))
+
+
+@app.command()
+def check(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Say everything that is wrong with a job before anything starts."""
+    from services.cli.check import check_job
+
+    check_job(config, list(overrides or []))
+    Console(highlight=False).print(f"{config}: ok")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def serve(
+    service: Annotated[str, typer.Argument(help=f"One of {', '.join(sorted(SERVICES))}.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="--config FILE [--name N] [--run-id ID] [section.key=value …]"),
+    ] = None,
+) -> None:
+    """Run one process of a job; what compose and systemd call."""
+    if service not in SERVICES:
+        raise ConfigError(f"serve: no service {service!r}; one of {', '.join(sorted(SERVICES))}")
+    module = importlib.import_module(f"services.{service}.service")
+    raise typer.Exit(serve_main(service, getattr(module, SERVICES[service]), arguments or []))
+
+
+def main() -> None:
+    """Entry point of the `libra` command: exit 2 for the user's mistakes, 1 for failures."""
+    try:
+        app()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+    except LibraError as error:
+        print(f"libra: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)

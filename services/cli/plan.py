@@ -1,0 +1,104 @@
+"""Which processes a job needs, with what environment, and what an exit means. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from common.config import BucketConfig, Config
+
+KILLED_MAX = 5
+"""Restarts after a signal, in a row. More means that it cannot live here."""
+FAILED_MAX = 2
+"""Restarts after a failure of its own, in a row."""
+SETTLED_S = 300.0
+"""A process that lived so long starts a new row."""
+STOP_ORDER = ("trainer", "rollout", "tools", "scheduler", "coordinator")
+"""Who reports to whom: the trainer checkpoints first, and every worker hands back what it holds
+while the scheduler still listens."""
+GRACE_S = {"trainer": 25.0, "rollout": 15.0, "tools": 5.0, "scheduler": 5.0, "coordinator": 5.0}
+"""From SIGTERM to SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process of the mesh."""
+
+    role: str
+    name: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class AfterExit(Enum):
+    """What to do when a process has ended."""
+
+    RESTART = "restart"
+    FINISHED = "finished"
+    """The job is done."""
+    GIVE_UP = "give_up"
+    """The job cannot go on."""
+
+
+def processes(config: Config) -> list[ProcessSpec]:
+    """All processes of a job, in the order in which they are started."""
+    threads = (("OMP_NUM_THREADS", "1"),)
+    specs = [ProcessSpec("coordinator", "coordinator", threads)]
+    specs.append(ProcessSpec("scheduler", "scheduler", threads))
+    specs.extend(ProcessSpec("tools", server.name, threads) for server in config.tools)
+    specs.extend(
+        ProcessSpec("rollout", f"{bucket.name}-{index}", threads)
+        for bucket in config.buckets
+        for index in range(bucket.workers)
+    )
+    specs.append(ProcessSpec("trainer", "trainer", _trainer_environment(config)))
+    return specs
+
+
+def common_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """What every process gets: no thread pools that spin against each other, no downloads."""
+    return {
+        **inherited,
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def spread_cores(config: Config, cores: int) -> Config:
+    """Give each rollout worker cores of its own where the configuration names none.
+
+    Workers that outnumber the cores share them in turn: threads that spin against each other
+    cost more than waiting does.
+    """
+    position = 0
+    buckets: list[BucketConfig] = []
+    for bucket in config.buckets:
+        cpus: list[list[int]] = []
+        for _ in range(bucket.workers):
+            cpus.append([(position + k) % cores for k in range(bucket.tensor_parallel)])
+            position += bucket.tensor_parallel
+        buckets.append(bucket if bucket.cpus else bucket.model_copy(update={"cpus": cpus}))
+    return config.model_copy(update={"buckets": buckets})
+
+
+def after_exit(role: str, code: int, in_a_row: int) -> AfterExit:
+    """Decide what an exit means.
+
+    A signal or a crash is started again. A trainer that ends with 0 has finished the job. A
+    configuration error (2) never gets better, nor does a typed failure (1) of the scheduler or
+    the trainer, which say so when the job cannot go on.
+    """
+    if role == "trainer" and code == 0:
+        return AfterExit.FINISHED
+    if code == 2 or (code == 1 and role in ("trainer", "scheduler")):
+        return AfterExit.GIVE_UP
+    allowed = KILLED_MAX if code < 0 else FAILED_MAX
+    return AfterExit.RESTART if in_a_row < allowed else AfterExit.GIVE_UP
+
+
+def _trainer_environment(config: Config) -> tuple[tuple[str, str], ...]:
+    return (
+        ("OMP_NUM_THREADS", str(config.training.threads)),
+        # Freed memory stays with the process: fresh pages cost a training step up to 1.6 times.
+        ("MALLOC_MMAP_MAX_", "0"),
+        ("MALLOC_TRIM_THRESHOLD_", "100000000000"),
+    )

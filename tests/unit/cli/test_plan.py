@@ -1,0 +1,77 @@
+import json
+
+import pytest
+
+from common.config import (
+    BucketConfig,
+    Config,
+    ModelConfig,
+    RunConfig,
+    TasksConfig,
+    ToolServerConfig,
+)
+from services.cli.children import failure_detail
+from services.cli.plan import FAILED_MAX, KILLED_MAX, AfterExit, after_exit, processes, spread_cores
+
+
+def config(*buckets: BucketConfig) -> Config:
+    return Config(
+        run=RunConfig(name="r", max_steps=1),
+        model=ModelConfig(path="m", context_tokens=64),
+        tasks=TasksConfig(path="t.jsonl"),
+        buckets=list(buckets) or [BucketConfig(name="short"), BucketConfig(name="long")],
+        tools=[ToolServerConfig(name="calculator", target="x")],
+    )
+
+
+def test_every_worker_of_every_bucket_is_a_process_of_its_own() -> None:
+    specs = processes(config(BucketConfig(name="short", workers=2), BucketConfig(name="long")))
+    assert [spec.name for spec in specs] == [
+        "coordinator",
+        "scheduler",
+        "calculator",
+        "short-0",
+        "short-1",
+        "long-0",
+        "trainer",
+    ]
+
+
+def test_workers_get_cores_of_their_own_as_long_as_there_are_any() -> None:
+    spread = spread_cores(config(), cores=2)
+    assert [bucket.cpus for bucket in spread.buckets] == [[[0]], [[1]]]
+
+
+def test_cores_that_the_configuration_names_are_kept() -> None:
+    spread = spread_cores(config(BucketConfig(name="short", cpus=[[5]])), cores=2)
+    assert spread.buckets[0].cpus == [[5]]
+
+
+def test_a_trainer_that_ends_well_has_finished_the_job() -> None:
+    assert after_exit("trainer", 0, 0) is AfterExit.FINISHED
+
+
+@pytest.mark.parametrize("role", ["coordinator", "scheduler", "rollout", "tools", "trainer"])
+def test_a_killed_process_is_started_again_but_not_for_ever(role: str) -> None:
+    assert after_exit(role, -9, 0) is AfterExit.RESTART
+    assert after_exit(role, -9, KILLED_MAX) is AfterExit.GIVE_UP
+
+
+@pytest.mark.parametrize("role", ["coordinator", "scheduler", "rollout", "tools", "trainer"])
+def test_a_configuration_error_is_never_tried_again(role: str) -> None:
+    assert after_exit(role, 2, 0) is AfterExit.GIVE_UP
+
+
+def test_a_failing_tool_server_is_tried_again_a_few_times() -> None:
+    assert after_exit("tools", 1, 0) is AfterExit.RESTART
+    assert after_exit("tools", 1, FAILED_MAX) is AfterExit.GIVE_UP
+
+
+def test_the_reason_of_an_end_is_what_the_process_said_last() -> None:
+    lines = [
+        json.dumps({"event": "service.failed", "detail": "the disk is full"}),
+        json.dumps({"event": "worker.lost"}),
+    ]
+    assert failure_detail(lines) == "the disk is full"
+    assert failure_detail(["Traceback", "ValueError: x", ""]) == "ValueError: x"
+    assert failure_detail([]) == ""
