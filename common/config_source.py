@@ -44,6 +44,9 @@ class Source:
             if key in self.lines:
                 return f"{self.path}:{self.lines[key]}"
         first = keys[0]
+        for path, override in self.overrides.items():
+            if path[: len(first)] == first:  # A table that only an override has named.
+                return f"override '{override}'"
         nearest = next(first[:n] for n in range(len(first), -1, -1) if first[:n] in self.lines)
         return f"{self.path}:{self.lines[nearest]}"
 

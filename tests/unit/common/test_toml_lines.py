@@ -1,6 +1,7 @@
 import tomllib
 
 import pytest
+
 from common.toml_lines import locate
 
 TEXT = """\
