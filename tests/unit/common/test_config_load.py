@@ -113,8 +113,8 @@ name = "x"
     known = ", ".join(table_at(("training",)).model_fields)
     assert [line.removeprefix(f"{path}:") for line in problems(path)] == [
         (
-            '2: run.name: "My Run" (a string) cannot name anything; use lower-case letters, digits, '
-            "- and _, at most 41, beginning with a letter or digit"
+            '2: run.name: "My Run" (a string) cannot name anything; use lower-case letters, '
+            "digits, - and _, at most 41, beginning with a letter or digit"
         ),
         '3: run.max_steps: expected an integer, got "40" (a string); write it without quotes',
         (
