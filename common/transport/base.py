@@ -7,8 +7,12 @@ network on a virtual clock). Everything above (`common.mesh`) is the same code o
 from collections.abc import Callable
 from typing import Protocol
 
+QUEUE_PAYLOADS_MAX = 16_384
+QUEUE_BYTES_MAX = 256 << 20
+"""What may wait for one peer before `send` raises: seconds of control traffic, or some batches."""
+
 Receive = Callable[[list[tuple[str, bytes]]], None]
-"""Called once per loop turn with all (peer identity, payload) pairs that have arrived."""
+"""Called with all (peer identity, payload) pairs that one connection had ready."""
 PeerLost = Callable[[str, str], None]
 """Called with (peer identity, reason) when a connection that was made is lost."""
 
