@@ -49,7 +49,7 @@ class OpenSession(Request[SessionOpened]):
     """Open (or find again) the session of one trajectory and reset its environment.
 
     Idempotent by session id. Refused with `OVERLOADED` at capacity and with `NOT_FOUND` when
-    the environment is not served here.
+    the environment is not served here, or when `resume` is set and the session is gone.
     """
 
     session_id: str
@@ -58,6 +58,8 @@ class OpenSession(Request[SessionOpened]):
     """The task's row as JSON."""
     ttl_s: float
     """The session is reaped when nothing touches it for so long."""
+    resume: bool = False
+    """True when calls were made in the session already: a fresh one would forget them."""
 
 
 class ToolReturned(Message):
