@@ -191,7 +191,7 @@ def _too_long() -> MalformedCall:
 def _unknown(name: str, tools: Sequence[ToolSpec]) -> MalformedCall:
     known = ", ".join(tool.name for tool in tools) or "none"
     # ASCII, because JSON can spell characters that no tokenizer can encode.
-    return MalformedCall(f"there is no tool {ascii(name[:NAME_CHARS_SHOWN])}; tools: {known}")
+    return MalformedCall(f"there is no tool {name[:NAME_CHARS_SHOWN]!a}; tools: {known}")
 
 
 def _only_string_parameter(tool: ToolSpec) -> str | None:

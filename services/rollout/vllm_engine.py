@@ -1,0 +1,347 @@
+"""vLLM behind the engine protocol: its engine core and workers are child processes."""
+
+# vLLM is untyped where it matters here; strict mode would only repeat that.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from common.config import BucketConfig, Config
+from common.errors import EngineError, VersionGone
+from common.messages.coordinator import Manifest
+from common.weights import NO_VERSION
+from services.rollout import vllm_settings
+from services.rollout.accounting import Accounting
+from services.rollout.engine import (
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KvState,
+)
+from services.rollout.segment import open_checked
+from services.rollout.vllm_plugin import BACKEND
+
+log = structlog.get_logger()
+
+CORE_TIMEOUT_S = 60.0
+"""A pause takes one decode step and a swap a second or two; past this the engine core hangs."""
+STREAM_INTERVAL = 8
+"""Tokens between two outputs of a request: each costs the event loop a task switch."""
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORTED,
+}
+
+
+class VllmEngine:
+    """One vLLM engine, started from `model.path` and useless until a version is applied."""
+
+    def __init__(self, config: Config, bucket: BucketConfig, cpus: Sequence[int]) -> None:
+        self.version = NO_VERSION
+        self.digest = ""
+        self.context_tokens_max = config.model.context_tokens
+        self._config, self._bucket, self._cpus = config, bucket, cpus
+        self._accounting = Accounting(bucket.kv_tokens, _loop_time)
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-start")
+        """Its thread starts the child processes. They are killed when that thread ends (see
+        `vllm_plugin.die_with`), so it lives as long as the engine."""
+        self._llm: Any = None
+        self._broken = ""
+        self._paused = False
+        self._swapping = asyncio.Lock()
+        self._scores = itertools.count()
+        self._export_refused = False
+
+    async def start(self) -> None:
+        """Start the child processes; seconds to minutes, in a thread of its own."""
+        os.environ.update(
+            vllm_settings.environment(self._cpus, self._bucket.tensor_parallel)
+        )
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would override our exact size.
+        timeout_s = self._config.rollout.start_timeout_s
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._llm = await loop.run_in_executor(
+                    self._starter, _build, self._config, self._bucket
+                )
+        except TimeoutError as error:
+            raise EngineError(f"vLLM was not ready within {timeout_s:g} s") from error
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            raise EngineError(f"vLLM did not start: {error}") from error
+
+    async def aclose(self) -> None:
+        """End the child processes. Idempotent."""
+        llm, self._llm = self._llm, None
+        self._broken = self._broken or "closed"
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 0)
+        self._starter.shutdown(wait=False)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue one context; vLLM's own abort follows when this is cancelled."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        self._require_version()
+        room = self.context_tokens_max - len(request.context)
+        if room < 1:
+            raise EngineError(f"no room after a context of {len(request.context)} tokens")
+        sampled = _Sampled(_loop_time())
+        self._accounting.begin(request.request_id, len(request.context))
+        try:
+            stream = self._llm.generate(
+                self._prompt(request.context),
+                _sampling_params(request, min(request.max_tokens, room)),
+                request.request_id,
+            )
+            async for output in stream:
+                sampled.add(output.outputs[0], _loop_time())
+                self._accounting.sampled(request.request_id, len(output.outputs[0].token_ids))
+        except EngineDeadError as error:
+            self._broken = "the engine core died"
+            raise EngineError(self._broken) from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed the request: {error.__cause__!r}") from error
+        finally:
+            self._accounting.end(request.request_id)
+        return sampled.generation()
+
+    async def abort(self, request_id: str) -> None:
+        """End a generation early."""
+        self._require_alive()
+        await self._llm.abort(request_id)
+
+    async def pause(self) -> None:
+        """Freeze the scheduler, after the step in flight."""
+        self._require_alive()
+        self._paused = True
+        async with self._swapping:
+            await self._freeze(clear_cache=False)
+
+    async def resume(self) -> None:
+        """Unfreeze the scheduler, unless a swap goes on; that resumes when it ends."""
+        self._require_alive()
+        self._paused = False
+        async with self._swapping:
+            await self._unfreeze()
+
+    async def apply_weights(self, manifest: Manifest) -> None:
+        """Check in this process, then pause, load in the workers, and resume.
+
+        Clearing the caches also preempts what runs: it is prefilled again with the new weights,
+        so that each later token's distribution is that of one version alone.
+        """
+        self._require_alive()
+        async with self._swapping:
+            checked = await asyncio.to_thread(open_checked, manifest)
+            await self._freeze(clear_cache=True)
+            try:
+                await self._load(manifest)
+            except VersionGone:
+                await self._unfreeze()
+                raise
+            del checked
+            self.version, self.digest = manifest.version, manifest.digest
+            await self._unfreeze()
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Prompt log-probabilities; vLLM skips its prefix cache for them.
+
+        vLLM must sample one token more, so `tokens` is shorter than the longest context.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._require_version()
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=1.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = f"score-{next(self._scores)}"
+        async for output in self._llm.generate(self._prompt(tokens), params, name):
+            positions = output.prompt_logprobs[1:]
+            return [p[t].logprob for p, t in zip(positions, tokens[1:], strict=True)]
+        raise EngineError("vLLM returned no output for a score")
+
+    async def export_kv(self, context: Sequence[int]) -> KvState | None:
+        """Not possible: vLLM moves KV caches only between engines that share a connector."""
+        del context
+        if not self._export_refused:
+            self._export_refused = True
+            log.info("kv.refused", reason="vllm_has_no_export")
+        return None
+
+    async def import_kv(self, state: KvState) -> bool:
+        """Not possible, see `export_kv`."""
+        del state
+        return False
+
+    def load(self) -> EngineLoad:
+        """Own accounting: vLLM's scheduler statistics arrive late and cost a logger."""
+        return self._accounting.load()
+
+    def _prompt(self, tokens: Sequence[int]) -> Any:
+        """The salt keeps prefixes of different versions apart, whatever vLLM does at a swap."""
+        from vllm.inputs.engine import tokens_input
+
+        return tokens_input(list(tokens), cache_salt=str(self.version))
+
+    def _require_alive(self) -> None:
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        if not self._broken and self._llm.errored:
+            self._broken = "the engine core died"
+        if self._broken:
+            raise EngineError(self._broken)
+
+    def _require_version(self) -> None:
+        self._require_alive()
+        if self.version == NO_VERSION:
+            raise EngineError("no policy version is applied yet")
+
+    async def _freeze(self, *, clear_cache: bool) -> None:
+        async with self._core_call("pause"):
+            await self._llm.pause_generation(mode="keep", clear_cache=clear_cache)
+
+    async def _unfreeze(self) -> None:
+        if not self._paused:
+            async with self._core_call("resume"):
+                await self._llm.resume_generation()
+
+    async def _load(self, manifest: Manifest) -> None:
+        """Replace the weights in all workers. Half done is broken, unless nothing was touched."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        update = WeightTransferUpdateRequest(update_info={"manifest": manifest.model_dump()})
+        async with self._core_call("weight update"):
+            await self._llm.start_weight_update()
+            try:
+                await self._llm.update_weights(update)
+            except Exception as error:
+                # A worker's exception arrives as a bare `Exception`. It maps the file first.
+                if not Path(manifest.segment).exists():
+                    raise VersionGone(manifest.version) from error
+                self._broken = f"weights of version {manifest.version} are half loaded"
+                raise EngineError(self._broken) from error
+            await self._llm.finish_weight_update(str(manifest.version))
+
+    @asynccontextmanager
+    async def _core_call(self, what: str) -> AsyncIterator[None]:
+        """A call that changes the engine core: cut short, its state is unknown."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(CORE_TIMEOUT_S):
+                yield
+        except TimeoutError as error:
+            self._broken = f"{what} did not end within {CORE_TIMEOUT_S:g} s"
+            raise EngineError(self._broken) from error
+        except EngineDeadError as error:
+            self._broken = "the engine core died"
+            raise EngineError(self._broken) from error
+        except asyncio.CancelledError:
+            self._broken = f"{what} was interrupted"
+            raise
+
+
+@dataclass
+class _Sampled:
+    """Collects the outputs of one request."""
+
+    submitted_s: float
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason | None = None
+    first_s: float | None = None
+    last_s: float = 0.0
+
+    def add(self, completion: Any, now: float) -> None:
+        """One delta. The last one names the version of every token.
+
+        The engine core stamps its outputs with the version that it decodes with, so tokens that
+        were still on their way when the core was paused keep the old one.
+        """
+        if completion.token_ids:
+            self.first_s = now if self.first_s is None else self.first_s
+            self.last_s = now
+        self.tokens += completion.token_ids
+        self.logprobs += [
+            position[token].logprob
+            for token, position in zip(completion.token_ids, completion.logprobs or [], strict=True)
+        ]
+        if completion.finish_reason is not None:
+            self.finish_reason = FINISH_REASONS.get(completion.finish_reason)
+            for span in completion.weight_versions or []:
+                self.versions += [int(span.version)] * (span.end - span.start)
+
+    def generation(self) -> Generation:
+        """The whole, once the last delta was added."""
+        if self.finish_reason is None:
+            raise EngineError("vLLM ended the request with an error")
+        assert len(self.tokens) == len(self.logprobs) == len(self.versions), "a delta was lost"
+        first_s = self.submitted_s if self.first_s is None else self.first_s
+        return Generation(
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=self.finish_reason,
+            queue_s=first_s - self.submitted_s,
+            decode_s=max(0.0, self.last_s - first_s),
+        )
+
+
+def _build(config: Config, bucket: BucketConfig) -> Any:
+    """Import vLLM, start the engine core and its workers, and wait until they are ready."""
+    import torch
+    from transformers import AutoConfig
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    on_cpu = not torch.cuda.is_available()
+    arguments = vllm_settings.engine_arguments(config, bucket, on_cpu=on_cpu)
+    if on_cpu:
+        model = AutoConfig.from_pretrained(config.model.path)
+        arguments["kv_cache_memory_bytes"] = vllm_settings.kv_bytes(
+            model, config.model.dtype, bucket.kv_tokens, vllm_settings.CPU_BLOCK_TOKENS
+        )
+    transfer = WeightTransferConfig(backend=BACKEND)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(weight_transfer_config=transfer, **arguments))
+
+
+def _sampling_params(request: GenerateRequest, max_tokens: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        logprobs=0,
+        stop=list(request.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        detokenize=bool(request.stop),
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=STREAM_INTERVAL,
+    )
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
