@@ -5,7 +5,7 @@ network on a virtual clock). Everything above (`common.mesh`) is the same code o
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Self
 
 QUEUE_PAYLOADS_MAX = 16_384
 QUEUE_BYTES_MAX = 256 << 20
@@ -32,7 +32,7 @@ class Transport(Protocol):
         """Set the callbacks. Called once, before the transport is entered."""
         ...
 
-    async def __aenter__(self) -> "Transport": ...
+    async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
