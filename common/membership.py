@@ -11,7 +11,13 @@ from typing import TypeVar
 
 import structlog
 
-from common.errors import PeerUnreachable, Refusal, RequestRefused, TransportError
+from common.errors import (
+    PeerUnreachable,
+    Refusal,
+    RequestRefused,
+    RequestTimeout,
+    TransportError,
+)
 from common.messages.base import Message, Request
 from common.messages.coordinator import Heartbeat, Leave, Member, MemberUpdate, Register
 from common.service import Runtime
@@ -20,8 +26,10 @@ from common.weights import NO_VERSION
 log = structlog.get_logger()
 
 R = TypeVar("R", bound=Message)
-HEARTBEATS_PER_LEASE = 5
-"""Two may be lost or late before the lease is in danger."""
+HEARTBEATS_PER_LEASE = 6
+"""Also bounds how long one may stay unanswered, so that two may be lost in a row."""
+MISSED_MAX = 3
+"""Unanswered heartbeats in a row after which the connection is made anew."""
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.25
 LEAVE_TIMEOUT_S = 1.0
@@ -44,6 +52,10 @@ class Membership:
         self._callbacks: list[Callable[[MemberUpdate], None]] = []
         self._changed = asyncio.Condition()
         self._coordinator: str | None = None
+        self._connected: set[str] = set()
+        runtime.mesh.on_peer_lost(lambda peer, _reason: self._connected.discard(peer))
+        self._last_coordinator = ""
+        self._missed = 0
         self._number = 0
         self._doubted: dict[str, float] = {}
         """Members that a restarted coordinator has not named yet, and until when they count."""
@@ -101,9 +113,7 @@ class Membership:
         self, member: Member, request: Request[R], *, timeout_s: float, key: str = ""
     ) -> R:
         """Ask a member, connecting first where there is no connection yet."""
-        peer = await self._mesh.connect(
-            member.address, timeout_s=min(timeout_s, CONNECT_TIMEOUT_S)
-        )
+        peer = await self._mesh.connect(member.address, timeout_s=min(timeout_s, CONNECT_TIMEOUT_S))
         if peer != member.peer:
             raise PeerUnreachable(member.peer, f"{peer!r} answers at its address")
         return await self._mesh.request(peer, request, timeout_s=timeout_s, key=key)
@@ -149,8 +159,11 @@ class Membership:
         named = {member.peer: member for member in reply.members if member.peer != self._me.peer}
         for member in named.values():
             self._apply(MemberUpdate(number=reply.number, member=member, gone=False))
-        until = asyncio.get_running_loop().time() + 2 * reply.lease_s
+        patience_s = 0.0 if coordinator == self._last_coordinator else 2 * reply.lease_s
+        until = asyncio.get_running_loop().time() + patience_s
         self._doubted = {peer: until for peer in self.members if peer not in named}
+        self._last_coordinator = coordinator
+        self._missed = 0
         async with self._changed:
             self._coordinator = coordinator
             self._changed.notify_all()
@@ -169,7 +182,14 @@ class Membership:
             uptime_s=loop.time(),
             version=self.applied_version,
         )
-        reply = await self.ask_coordinator(beat, timeout_s=self._lease_s)
+        try:
+            reply = await self.ask_coordinator(beat, timeout_s=interval_s)
+        except RequestTimeout:
+            self._missed += 1
+            if self._missed >= MISSED_MAX:
+                raise
+            return
+        self._missed = 0
         self._number = reply.number
         self.version = reply.version
         for update in reply.updates:
@@ -186,6 +206,7 @@ class Membership:
         if update.gone:
             if self.members.pop(peer, None) is None:
                 return
+            self._connected.discard(peer)
             self._mesh.disconnect(peer)
         elif self.members.get(peer) == update.member:
             return

@@ -71,20 +71,21 @@ def main(
     options = _parse(role, arguments)
     die_with_parent(options.parent)
     configure_logs(role, options.name)
+    code = EXIT_OK
     try:
         config = load_config(Path(options.config), options.override)
         run_dir = Path(options.run_dir or Path(config.run.directory) / config.run.name)
         run_dir.mkdir(parents=True, exist_ok=True)
         uvloop.run(_supervise(build, config, run_dir, options))
     except* ConfigError as group:
-        return _report(group, EXIT_CONFIG)
+        code = _report(group, EXIT_CONFIG)
     except* LibraError as group:
-        return _report(group, EXIT_FAILED)
+        code = _report(group, EXIT_FAILED)
     except* asyncio.CancelledError:
+        code = EXIT_FAILED
         log.error("service.failed", error="Cancelled", detail=f"did not stop in {GRACE_S:g} s")
-        return EXIT_FAILED
-    log.info("service.stopped")
-    return EXIT_OK
+    log.info("service.stopped", exit_code=code)
+    return code
 
 
 def die_with_parent(parent: int | None) -> None:

@@ -63,15 +63,13 @@ class CoordinatorService:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until asked to stop."""
-        for request_type, handler in (
-            (Register, self._register),
-            (Heartbeat, self._heartbeat),
-            (Leave, self._leave),
-            (PublishVersion, self._publish),
-            (GetSegmentsInUse, self._segments_in_use),
-            (GetFleet, self._fleet),
-        ):
-            self._mesh.serve(request_type, handler)
+        mesh = self._mesh
+        mesh.serve(Register, self._register)
+        mesh.serve(Heartbeat, self._heartbeat)
+        mesh.serve(Leave, self._leave)
+        mesh.serve(PublishVersion, self._publish)
+        mesh.serve(GetSegmentsInUse, self._segments_in_use)
+        mesh.serve(GetFleet, self._fleet)
         publish_coordinator(self._runtime.run_dir, self._mesh.address, self._runtime.run_id)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch(tasks), name="coordinator.watch")
@@ -138,7 +136,8 @@ class CoordinatorService:
 
     def _gone(self, member: Member, reason: str) -> None:
         self._versions.gone(member.peer)
-        self._mesh.disconnect(member.peer)
+        if reason != "left":  # It is answered first, and closes the connection itself.
+            self._mesh.disconnect(member.peer)
         report = log.info if reason == "left" else log.warning
         report("worker.lost", peer=member.peer, role=member.role, name=member.name, reason=reason)
 
@@ -176,9 +175,7 @@ class CoordinatorService:
             self._versions.gone(peer)
             return
         try:
-            answered = await self._mesh.connect(
-                entry.member.address, timeout_s=CONNECT_TIMEOUT_S
-            )
+            answered = await self._mesh.connect(entry.member.address, timeout_s=CONNECT_TIMEOUT_S)
             reply = await self._mesh.request(
                 answered, ApplyVersion(manifest=manifest), timeout_s=self._config.apply_timeout_s
             )

@@ -1,0 +1,119 @@
+"""`libra run` with real processes: ends well, survives kills, leaves nothing behind."""
+
+import json
+import os
+import signal
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import Job, make_job, running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def adds_up(summary: dict[str, object]) -> bool:
+    """Every admitted trajectory is trained, dropped with a reason, or in flight."""
+    trajectories = summary["trajectories"]
+    assert isinstance(trajectories, dict)
+    dropped = sum(trajectories["dropped"].values())
+    return trajectories["admitted"] == (
+        trajectories["trained"] + dropped + trajectories["in_flight"]
+    )
+
+
+def trained_tasks(job: Job) -> Counter[tuple[str, int]]:
+    """How often each (task, epoch) was trained, by the ledger."""
+    with sqlite3.connect(job.run_dir / "ledger.sqlite") as ledger:
+        rows = ledger.execute(
+            "SELECT task_id, epoch FROM groups WHERE state = 'trained'"
+        ).fetchall()
+    return Counter(rows)
+
+
+def leftovers(job: Job) -> list[str]:
+    run_ids = {
+        json.loads(line).get("peer", "").split("/")[0]
+        for line in (job.run_dir / "logs" / "coordinator.log").read_text().splitlines()
+        if line.startswith("{")
+    } - {""}
+    return [str(p) for run_id in run_ids for p in Path("/dev/shm").glob(f"libra-{run_id}-*")]
+
+
+def test_a_job_runs_to_its_end_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with running(make_job(tmp_path, max_steps=3)) as job:
+        assert job.wait() == 0, job.output
+        summary = job.summary()
+        assert summary["steps"] == 3
+        assert adds_up(summary)
+        assert job.processes() == {}
+        assert leftovers(job) == []
+        assert (job.run_dir / "reward.png").exists()
+
+
+def test_a_job_survives_the_death_of_every_kind_of_process(tmp_path: Path) -> None:
+    with running(make_job(tmp_path, max_steps=12)) as job:
+        for steps, name in enumerate(
+            ("short-0", "vowels", "coordinator", "scheduler", "trainer"), start=1
+        ):
+            job.wait_for_steps(steps)
+            job.kill(name)
+        assert job.wait(200) == 0, job.output
+        summary = job.summary()
+        assert summary["steps"] == 12
+        assert adds_up(summary)
+        assert max(trained_tasks(job).values()) == 1
+        assert job.processes() == {}
+        assert leftovers(job) == []
+
+
+def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    with running(make_job(tmp_path, max_steps=100, tasks=300)) as job:
+        job.wait_for_steps(1)
+        job.process.kill()
+        job.process.communicate()
+        names = set(job.processes())
+        deadline_s = 30.0
+        while job.processes() and deadline_s > 0:
+            deadline_s -= 0.2
+            pytest.importorskip("time").sleep(0.2)
+        assert job.processes() == {}, f"of {names}"
+        assert leftovers(job) == []
+
+
+def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on_from_it(tmp_path: Path) -> None:
+    config = make_job(tmp_path, max_steps=6)
+    with running(config) as job:
+        job.wait_for_steps(2)
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait() == 130, job.output
+        assert adds_up(job.summary())
+        assert job.processes() == {}
+    with running(config, "--resume") as job:
+        assert job.wait() == 0, job.output
+        summary = job.summary()
+        assert summary["steps"] == 6
+        assert max(trained_tasks(job).values()) == 1
+        assert len(trained_tasks(job)) == 6 * 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.group_sise=4", "group_size"),
+        ("training.group_size=1", "group"),
+        ("model.path=nowhere", "nowhere"),
+        ("tools.vowels.target=no/such/server.py", "no/such/server.py"),
+        ("tasks.path=missing.jsonl", "missing.jsonl"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_starts(
+    tmp_path: Path, override: str, expected: str
+) -> None:
+    with running(make_job(tmp_path), override) as job:
+        assert job.wait(60) == 2
+        assert expected in job.output
+        assert "Traceback" not in job.output
+        assert not job.run_dir.exists()
