@@ -192,7 +192,7 @@ def test_overrides_are_toml_values_or_bare_strings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("run.nam=x", "run.nam: unknown key; did you mean 'name'?"),
+        ("run.xname=x", "run.xname: unknown key; did you mean 'name'?"),
         ("rnu.name=x", "rnu: unknown key; did you mean 'run'?"),
         ("run.max_steps=ten", 'run.max_steps: expected an integer, got "ten" (a string)'),
         ("run.name=7", "run.name: expected a string, got 7; put it in quotes"),
