@@ -100,8 +100,15 @@ def python_command(python: str, limits: Limits, code: str) -> list[str]:
     return [python, "-I", "-S", "-B", "-c", PRELUDE, limits.argument(), code]
 
 
-def jail_command(bwrap: str, limits: Limits, status_fd: int) -> list[str]:
-    """The jail, up to the command that runs in it."""
+def jail_command(bwrap: str, limits: Limits, *, status_fd: int, seccomp_fd: int) -> list[str]:
+    """The jail, up to the command that runs in it.
+
+    Args:
+        bwrap: path of bubblewrap.
+        limits: what the code may use.
+        status_fd: where bubblewrap reports; the code does not get it.
+        seccomp_fd: from where it reads the filter.
+    """
     unshared = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
     return [
         bwrap,
@@ -110,11 +117,9 @@ def jail_command(bwrap: str, limits: Limits, status_fd: int) -> list[str]:
         "--as-pid-1",
         "--die-with-parent",
         "--new-session",
-        "--json-status-fd",
-        str(status_fd),
-        "--ro-bind",
-        "/usr",
-        "/usr",
+        *("--json-status-fd", str(status_fd)),
+        *("--seccomp", str(seccomp_fd)),
+        *("--ro-bind", "/usr", "/usr"),
         *_root_links(),
         *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
         *("--proc", "/proc"),

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -34,6 +35,7 @@ from services.tools.jail import (
     python_command,
 )
 from services.tools.sdk import InfrastructureFailure
+from services.tools.seccomp import seccomp_program
 from services.tools.threads import NoThreadFree, StillRunning, Threads
 
 log = structlog.get_logger()
@@ -85,6 +87,7 @@ class Sandbox:
     def __init__(self, bwrap: str | None, python: str, slots: int) -> None:
         self._bwrap = bwrap
         self._python = python
+        self._filter = seccomp_program() if bwrap else b""
         self._threads = Threads(slots, "sandbox")
 
     @classmethod
@@ -136,11 +139,19 @@ class Sandbox:
         command = python_command(self._python, limits, code)
         if self._bwrap is None:
             with tempfile.TemporaryDirectory(prefix="libra-unsafe-") as directory:
-                return _Run(command, limits, cwd=directory, jail=None).finish(timeout_s)
-        status_in, status_out = os.pipe()
-        with os.fdopen(status_in, "rb", 0) as reports, os.fdopen(status_out, "wb", 0) as reporter:
-            command = jail_command(self._bwrap, limits, status_out) + command
-            run = _Run(command, limits, cwd="/", jail=(reports, reporter))
+                return _Run(command, limits, cwd=directory).finish(timeout_s)
+        with _pipe() as (reports, reporter), _pipe() as (filter_in, filter_out):
+            filter_out.write(self._filter)  # A few hundred bytes: the pipe takes them at once.
+            filter_out.close()
+            jail = jail_command(
+                self._bwrap,
+                limits,
+                status_fd=reporter.fileno(),
+                seccomp_fd=filter_in.fileno(),
+            )
+            passed = (reporter.fileno(), filter_in.fileno())
+            run = _Run(jail + command, limits, cwd="/", reports=reports, passed=passed)
+            reporter.close()
             return run.finish(timeout_s)
 
     async def _prove(self) -> None:
@@ -164,7 +175,8 @@ class _Run:
         limits: Limits,
         *,
         cwd: str,
-        jail: tuple[io.FileIO, io.FileIO] | None,
+        reports: io.FileIO | None = None,
+        passed: tuple[int, ...] = (),
     ) -> None:
         """Start it.
 
@@ -172,15 +184,16 @@ class _Run:
             command: what to run.
             limits: what it may use.
             cwd: where it starts.
-            jail: both ends of the pipe on which the jailer reports; None without a jail.
+            reports: where the jailer reports; None without a jail.
+            passed: what the jailer inherits.
         """
         self._limits = limits
-        self._jailed = jail is not None
-        self._report_fd = jail[0].fileno() if jail else -1
+        self._jailed = reports is not None
+        self._report_fd = reports.fileno() if reports else -1
         self._report_text = b""
         self._started_s = time.monotonic()
         identity: dict[str, Any] = {}
-        if jail and os.geteuid() == 0:
+        if reports and os.geteuid() == 0:
             identity = {"user": NOBODY, "group": NOBODY, "extra_groups": ()}
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is ours, the code is data.
@@ -188,16 +201,15 @@ class _Run:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[jail[1].fileno()] if jail else [],
+                pass_fds=passed,
                 cwd=cwd,
                 env=ENVIRONMENT,
-                start_new_session=jail is None,
+                start_new_session=reports is None,
                 **identity,
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise InfrastructureFailure(f"the sandbox cannot be started: {error}") from error
-        if jail:
-            jail[1].close()
+        if reports:
             os.set_blocking(self._report_fd, False)
         assert self._process.stdout
         assert self._process.stderr
@@ -338,3 +350,11 @@ def _check_code(code: str) -> None:
         raise ValueError("source code must be valid Unicode") from error
     if size > CODE_MAX_BYTES:
         raise ValueError(f"source code has {size} bytes; the limit is {CODE_MAX_BYTES}")
+
+
+@contextlib.contextmanager
+def _pipe() -> Generator[tuple[io.FileIO, io.FileIO]]:
+    """A pipe whose ends are closed at the end, where they are not already."""
+    out, into = os.pipe()
+    with os.fdopen(out, "rb", 0) as reader, os.fdopen(into, "wb", 0) as writer:
+        yield reader, writer

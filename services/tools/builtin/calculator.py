@@ -20,15 +20,15 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: a // b,
     ast.Mod: operator.mod,
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Number], Number]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_SYMBOLS = str.maketrans({"×": "*", "÷": "/", "−": "-", "^": "**"})
+_SYMBOLS = str.maketrans({"×": "*", "÷": "/", "\N{MINUS SIGN}": "-", "^": "**"})
 
 
 class Calculator(ArithmeticEnvironment):
