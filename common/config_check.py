@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from common.config import Config
 from common.config_combine import Problem
-from common.config_load import raise_problems
+from common.config_load import config_error
 from common.config_source import read_source
 from common.toml_lines import KeyPath
 
@@ -75,7 +75,8 @@ def check_config(
         *_devices(config, machine),
         *_memory(config, machine, model.kv_bytes_per_token()),
     ]
-    raise_problems(read_source(source, overrides), problems)
+    if problems:
+        raise config_error(read_source(source, overrides), problems)
 
 
 class _ModelDirectory:

@@ -45,17 +45,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         config = Config.model_validate(source.data)
     except ValidationError as error:
-        raise_problems(source, _value_problems(error))
-        raise
-    raise_problems(source, combination_problems(config))
+        raise config_error(source, _value_problems(error)) from error
+    if problems := combination_problems(config):
+        raise config_error(source, problems)
     return config
 
 
-def raise_problems(source: Source, problems: Sequence[Problem]) -> None:
-    """Raise all problems as one error, if there are any."""
-    if problems:
-        # Two problems of one line (a union, say) may read the same.
-        raise ConfigError(*dict.fromkeys(source.describe(problem) for problem in problems))
+def config_error(source: Source, problems: Sequence[Problem]) -> ConfigError:
+    """Make one error of all problems, each with the place where it was written."""
+    return ConfigError(*(source.describe(problem) for problem in problems))
 
 
 def _value_problems(error: ValidationError) -> list[Problem]:

@@ -43,12 +43,18 @@ class Source:
         for key in keys:
             if key in self.lines:
                 return f"{self.path}:{self.lines[key]}"
-        first = keys[0]
-        for path, override in self.overrides.items():
-            if path[: len(first)] == first:  # A table that only an override has named.
-                return f"override '{override}'"
-        nearest = next(first[:n] for n in range(len(first), -1, -1) if first[:n] in self.lines)
-        return f"{self.path}:{self.lines[nearest]}"
+        return self._nearest(keys[0])
+
+    def _nearest(self, key: KeyPath) -> str:
+        """Say who named the innermost table around a key that nobody wrote."""
+        for length in range(len(key), 0, -1):
+            table = key[:length]
+            if table in self.lines:
+                return f"{self.path}:{self.lines[table]}"
+            for path, override in self.overrides.items():
+                if path[:length] == table:
+                    return f"override '{override}'"
+        return f"{self.path}:1"
 
 
 def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
@@ -84,11 +90,10 @@ def _read(path: Path) -> str:
 
 
 def _syntax_problem(text: str, message: str) -> str:
-    last_line = text.rstrip("\n").count("\n") + 1
     match = _SYNTAX_LINE.search(message)
-    what, line = message, str(last_line)
-    if match:
-        what, line = message[: match.start()], match["line"] or line
+    assert match is not None, f"tomllib says where it stopped: {message}"
+    line = match["line"] or text.rstrip("\n").count("\n") + 1
+    what = message[: match.start()]
     return (
         f"{line}: not TOML: {what}; strings need quotes, tables are [section], keys are key = value"
     )

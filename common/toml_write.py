@@ -52,11 +52,10 @@ def _value(value: object) -> str:
             return repr(value)
         case str():
             return _string(value)
-        case Sequence():
+        case _:
+            assert isinstance(value, Sequence), f"no TOML for {type(value).__name__}"
             entries = cast("Sequence[object]", value)
             return f"[{', '.join(_value(entry) for entry in entries)}]"
-        case _:
-            raise TypeError(f"no TOML for {type(value).__name__}")
 
 
 def _string(text: str) -> str:

@@ -208,11 +208,29 @@ def test_overrides_are_toml_values_or_bare_strings(tmp_path: Path) -> None:
         ("training.group_size=1", "training.group_size: a group of 1"),
         ("model.context_tokens=40000", "training.micro_batch_tokens: a trajectory of"),
         ("run.seed=1\nrun.max_steps=2", "run.seed: expected an integer"),
+        ("model.path=''", "model.path: is empty; give it a value or remove the key"),
+        ("buckets=[]", "buckets: is empty; give it a value or remove the key"),
+        ("buckets.0.cpus=[[]]", "buckets.0.cpus.0: is empty"),
+        ("training.betas=[0.1, 0.2, 0.3]", "training.betas: got a list: Tuple should have at most"),
+        ("run.name=2026-01-01", "run.name: expected a string, got 2026-01-01; put it in quotes"),
+        ("training.learning_rate=0", "training.learning_rate: 0 is out of range; use more than 0"),
+        ("run.seed=2147483648", "run.seed: 2147483648 is out of range; use at most 2147483647"),
     ],
 )
 def test_a_wrong_override_is_quoted(override: str, problem: str, tmp_path: Path) -> None:
     path = write(tmp_path, dump(MINIMAL))
     assert problems(path, override)[0].startswith(f"override '{override}': {problem}")
+
+
+def test_an_override_is_not_blamed_for_a_table_that_it_only_adds_to(tmp_path: Path) -> None:
+    data = {name: value for name, value in MINIMAL.items() if name != "run"}
+    path = write(tmp_path, dump(data))
+    assert problems(path, "model.dtype=float32") == [
+        f"{path}:1: run: is missing and has no default; add it"
+    ]
+    assert problems(path, "model.dtype=float32", "run.name=x") == [
+        "override 'run.name=x': run.max_steps: is missing and has no default; add it"
+    ]
 
 
 def test_environment_variables_configure_nothing(
@@ -271,3 +289,8 @@ def test_sections_are_frozen_and_closed() -> None:
         assert model.model_config.get("frozen")
         assert model.model_config.get("extra") == "forbid"
         assert model.model_config.get("strict")
+
+
+def test_a_key_that_needs_quotes_is_written_with_them(tmp_path: Path) -> None:
+    data = full() | {"a b": {'"': 1}}
+    assert problems(write(tmp_path, dump(data)))[0].endswith(f"known here: {', '.join(full())}")
