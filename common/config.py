@@ -139,6 +139,9 @@ class SchedulerConfig(Section):
     """A task whose groups failed so often is parked."""
     lease_s: Seconds = 5.0
     """A trajectory that its worker does not report for so long is placed again."""
+    turn_timeout_s: Seconds = 600.0
+    """A trajectory that finishes no turn for so long, though its worker reports it, is placed
+    again. Longer than any turn with its tool call and grading."""
 
 
 class TrainingConfig(Section):

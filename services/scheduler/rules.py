@@ -1,0 +1,53 @@
+"""What the configuration decides for the scheduler, as plain numbers."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from common.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Limits and sizes; each is a configuration key of the same name."""
+
+    seed: int
+    max_steps: int
+    failed_groups_max: int
+    groups_per_step: int
+    group_size: int
+    group_usable_min: int
+    filters_zero_variance: bool
+    max_staleness_steps: int
+    placement: str
+    placements_max: int
+    attempts_max: int
+    lease_s: float
+    turn_timeout_s: float
+    tokens_expected: int
+    """Context at the end of a trajectory, before any has been seen."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Read them from the configuration."""
+        training, scheduler = config.training, config.scheduler
+        return cls(
+            seed=config.run.seed,
+            max_steps=config.run.max_steps,
+            failed_groups_max=config.run.failed_groups_max,
+            groups_per_step=training.groups_per_step,
+            group_size=training.group_size,
+            group_usable_min=training.group_usable_min,
+            # Without a baseline equal rewards do have a gradient.
+            filters_zero_variance=(
+                training.zero_variance == "filter" and training.baseline == "group"
+            ),
+            max_staleness_steps=scheduler.max_staleness_steps,
+            placement=scheduler.placement,
+            placements_max=scheduler.placements_max,
+            attempts_max=scheduler.attempts_max,
+            lease_s=scheduler.lease_s,
+            turn_timeout_s=scheduler.turn_timeout_s,
+            tokens_expected=min(
+                config.model.context_tokens, 2 * config.sampling.trajectory_tokens_max
+            ),
+        )

@@ -1,0 +1,333 @@
+"""The scheduler: carries messages and rows to and from the book, which decides."""
+
+import asyncio
+
+import structlog
+
+from common.errors import (
+    LedgerError,
+    Refusal,
+    RequestRefused,
+    RequestTimeout,
+    RunFailed,
+    TransportError,
+)
+from common.identity import Identity
+from common.membership import Membership
+from common.messages.coordinator import Fleet, GetFleet, MemberUpdate
+from common.messages.rollout import AssignTrajectory
+from common.messages.scheduler import (
+    BatchOffer,
+    BeginLineage,
+    FetchGroup,
+    GetRunStatus,
+    GroupData,
+    LineageBegun,
+    ReportWorker,
+    RunStatus,
+    StepFinished,
+    StepRecorded,
+    TakeBatch,
+    TurnFinished,
+    TurnRecorded,
+    WorkerReported,
+)
+from common.service import Runtime
+from services.scheduler.book import Book
+from services.scheduler.ledger import FileLedger, Ledger, trained_after, turns_of
+from services.scheduler.metrics import idle_metrics
+from services.scheduler.pulse import Pulse
+from services.scheduler.records import MetaRow, TurnRow
+from services.scheduler.rules import Rules
+from services.scheduler.state import Assign, Outcome
+from services.scheduler.status import run_status
+from services.scheduler.tasks import TaskOrder, load_tasks, trajectory_seed
+from services.scheduler.wire import group_data, later_tokens
+
+log = structlog.get_logger()
+
+TICK_S = 1.0
+"""Leases are checked, and placement is tried, at least so often."""
+OFFER_WAIT_S = 1.0
+"""A batch that is not complete by then is answered with what it waits for."""
+ASSIGN_TIMEOUT_S = 5.0
+FLEET_TIMEOUT_S = 1.0
+FAREWELL_S = 10.0
+"""How long a failed run waits for its trainer to ask and be told why."""
+FLUSH_S = 0.5
+"""For the reply that tells it to leave the process."""
+RETRY_ELSEWHERE = (
+    Refusal.DRAINING,
+    Refusal.NOT_READY,
+    Refusal.OVERLOADED,
+    Refusal.STALE_FENCE,
+)
+"""Refusals that say nothing against the trajectory. Others would come again from every worker."""
+
+
+class SchedulerService:
+    """One run's tasks, trajectories and batches."""
+
+    def __init__(self, runtime: Runtime, ledger: Ledger | None = None) -> None:
+        self._runtime = runtime
+        self._config = runtime.config
+        self._path = runtime.run_dir / "ledger.sqlite"
+        self._tasks = {task.task_id: task for task in load_tasks(runtime.config)}
+        self._ledger = ledger or FileLedger(self._path, runtime.run_dir / "metrics.jsonl")
+        self._membership = Membership(runtime)
+        self._changed = Pulse()
+        self._history = asyncio.Lock()
+        """Held where the history of steps is read and then changed."""
+        self._gone: list[str] = []
+        self._fleet = Fleet(members=[], version=-1, versions_published=0)
+        self._busy_at_step: dict[str, tuple[float, float]] = {}
+        self._told = asyncio.Event()
+        """The trainer has been told that the run failed."""
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until asked to stop.
+
+        Raises:
+            LedgerError: the ledger belongs to other tasks, or cannot be written.
+            RunFailed: group after group failed.
+        """
+        async with self._ledger:
+            await self._open_book()
+            self._serve()
+            self._membership.on_change(self._member_changed)
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(self._membership.run(), name="scheduler.membership"),
+                    tasks.create_task(self._work(tasks), name="scheduler.work"),
+                    tasks.create_task(self._watch_fleet(), name="scheduler.fleet"),
+                ]
+                await stopping.wait()
+                for loop in loops:
+                    loop.cancel()
+
+    async def _open_book(self) -> None:
+        training = self._config.tasks
+        order = TaskOrder(list(self._tasks), seed=self._config.run.seed, epochs=training.epochs)
+        snapshot = self._ledger.snapshot()
+        digest = snapshot.meta.setdefault("tasks_digest", order.digest())
+        if digest != order.digest():
+            raise LedgerError(
+                self._path,
+                "was begun with other tasks or another run.seed; restore tasks.path and run.seed, "
+                "or choose another run.name",
+            )
+        await self._ledger.commit([MetaRow("tasks_digest", digest)])
+        self._book = Book(Rules.of(self._config), order, snapshot, now=_now())
+        log.info(
+            "ledger.opened",
+            step=self._book.step,
+            lineage=self._book.lineage.number,
+            groups=len(self._book.groups.alive),
+        )
+
+    def _serve(self) -> None:
+        mesh = self._runtime.mesh
+        mesh.serve(ReportWorker, self._report_worker)
+        mesh.serve(TurnFinished, self._turn_finished)
+        mesh.serve(TakeBatch, self._take_batch)
+        mesh.serve(FetchGroup, self._fetch_group)
+        mesh.serve(StepFinished, self._step_finished)
+        mesh.serve(BeginLineage, self._begin_lineage)
+        mesh.serve(GetRunStatus, self._run_status)
+
+    # ── changes ──────────────────────────────────────────────────────────────────────────────
+
+    async def _commit(self, outcome: Outcome) -> None:
+        """Return when the rows, and all that were queued before them, are durable.
+
+        Nothing is awaited between the change that made the outcome and this call's first line.
+        """
+        durable = self._ledger.commit(outcome.rows, outcome.line)
+        for notice in outcome.notices:
+            report = log.warning if notice.warning else log.info
+            report(notice.event, **notice.fields)
+        await durable
+
+    def _member_changed(self, update: MemberUpdate) -> None:
+        if update.gone and update.member.role == "rollout":
+            self._gone.append(update.member.peer)
+        self._changed.beat()
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        """Admit, place and expire: when something changed, and at every tick."""
+        while True:
+            ticket = self._changed.ticket()
+            await self._ledger.room()
+            outcome = self._next_work()
+            await self._commit(outcome)
+            for order in outcome.orders:
+                tasks.create_task(
+                    self._send(order), name=f"assign {order.trajectory.trajectory_id}"
+                )
+            if self._book.groups.failure:
+                await self._say_farewell()
+            await Pulse.wait(ticket, until=_now() + TICK_S)
+
+    def _next_work(self) -> Outcome:
+        now = _now()
+        outcome = self._book.expire(now)
+        while self._gone:
+            outcome.add(self._book.worker_gone(self._gone.pop(), now))
+        outcome.add(self._book.advance(now))
+        return outcome
+
+    async def _say_farewell(self) -> None:
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._told.wait()
+                await asyncio.sleep(FLUSH_S)
+        except TimeoutError:
+            log.warning("trainer.untold")
+        raise RunFailed(self._book.groups.failure)
+
+    async def _send(self, order: Assign) -> None:
+        """Give a worker a trajectory. Without an answer the lease decides who has it."""
+        row = order.trajectory
+        turns = await self._ledger.read(turns_of(row.trajectory_id)) if row.turns else []
+        try:
+            await self._assign(order, turns)
+        except RequestTimeout:
+            return
+        except RequestRefused as error:
+            await self._give_back(order, str(error), lost=error.refusal not in RETRY_ELSEWHERE)
+        except TransportError as error:
+            await self._give_back(order, str(error), lost=False)
+
+    async def _assign(self, order: Assign, turns: list[TurnRow]) -> None:
+        member = self._membership.members.get(order.peer)
+        if member is None:
+            raise RequestRefused(Refusal.NOT_READY, "no member of the run, or not yet")
+        row, task = order.trajectory, self._tasks[order.group.task_id]
+        message = AssignTrajectory(
+            trajectory_id=row.trajectory_id,
+            group_id=row.group_id,
+            lease=row.lease,
+            environment=task.environment,
+            task=task.row,
+            seed=trajectory_seed(self._config.run.seed, row.trajectory_id),
+            turn=row.turns,
+            prompt_tokens=turns[0].prompt_tokens if turns else b"",
+            later_tokens=later_tokens(turns),
+            session_id=row.session_id,
+            tool_server=row.tool_server,
+        )
+        await self._membership.request(member, message, timeout_s=ASSIGN_TIMEOUT_S)
+        log.debug(
+            "trajectory.assigned",
+            trajectory_id=row.trajectory_id,
+            worker=member.name,
+            lease=row.lease,
+            turn=row.turns,
+        )
+
+    async def _give_back(self, order: Assign, reason: str, *, lost: bool) -> None:
+        await self._ledger.room()
+        outcome = self._book.assignment_failed(order, reason, _now(), lost=lost)
+        await self._commit(outcome)
+        self._changed.beat()
+
+    # ── rollout workers ──────────────────────────────────────────────────────────────────────
+
+    async def _report_worker(self, sender: str, report: ReportWorker) -> WorkerReported:
+        name = Identity.parse(sender).name
+        await self._ledger.room()
+        drop, outcome = self._book.worker_reported(sender, name, report, _now())
+        if outcome.rows:
+            await self._commit(outcome)
+        self._changed.beat()
+        return WorkerReported(drop=drop)
+
+    async def _turn_finished(self, sender: str, turn: TurnFinished) -> TurnRecorded:
+        await self._ledger.room()
+        go_on, outcome = self._book.turn_finished(sender, turn, _now())
+        await self._commit(outcome)  # Also when it was said twice: the first may be on its way.
+        if not go_on:
+            self._changed.beat()
+        return TurnRecorded(go_on=go_on)
+
+    # ── the trainer ──────────────────────────────────────────────────────────────────────────
+
+    async def _take_batch(self, _sender: str, request: TakeBatch) -> BatchOffer:
+        until = _now() + OFFER_WAIT_S
+        while True:
+            ticket = self._changed.ticket()
+            await self._ledger.room()
+            offer, outcome = self._book.take_batch(request.lineage, request.step, _now())
+            await self._commit(outcome)
+            if outcome.rows:
+                self._changed.beat()
+            if offer.group_ids or offer.exhausted or _now() >= until:
+                self._note_told(stop=offer.exhausted)
+                return offer
+            await Pulse.wait(ticket, until=until)
+
+    async def _fetch_group(self, _sender: str, request: FetchGroup) -> GroupData:
+        found = await self._ledger.read(lambda store: store.group_with_turns(request.group_id))
+        if found is None:
+            raise RequestRefused(Refusal.NOT_FOUND, request.group_id)
+        return group_data(*found)
+
+    async def _step_finished(self, _sender: str, finished: StepFinished) -> StepRecorded:
+        async with self._history:
+            await self._ledger.room()
+            step = self._book.step
+            reply, outcome = self._book.step_finished(finished, self._idle(), _now())
+            if self._book.step > step:
+                self._busy_at_step = self._busy_now()
+            await self._commit(outcome)
+        self._changed.beat()
+        self._note_told(stop=reply.stop)
+        return reply
+
+    async def _begin_lineage(self, sender: str, request: BeginLineage) -> LineageBegun:
+        async with self._history:
+            await self._ledger.commit([])  # So that the query below sees all there is.
+            later = await self._ledger.read(trained_after(request.step))
+            await self._ledger.room()
+            outcome = self._book.begin_lineage(sender, request.step, later, _now())
+            await self._commit(outcome)
+        self._changed.beat()
+        return LineageBegun(lineage=self._book.lineage.number)
+
+    def _note_told(self, *, stop: bool) -> None:
+        if stop and self._book.groups.failure:
+            self._told.set()
+
+    # ── people ───────────────────────────────────────────────────────────────────────────────
+
+    def _run_status(self, _sender: str, _request: GetRunStatus) -> RunStatus:
+        return run_status(self._book, _now())
+
+    async def _watch_fleet(self) -> None:
+        """Keep the newest word on how busy everybody is; metrics only, so failures are no news."""
+        while True:
+            try:
+                self._fleet = await self._membership.ask_coordinator(
+                    GetFleet(), timeout_s=FLEET_TIMEOUT_S
+                )
+            except (TransportError, RequestRefused) as error:
+                log.debug("fleet.unknown", reason=type(error).__name__)
+            await asyncio.sleep(TICK_S)
+
+    def _busy_now(self) -> dict[str, tuple[float, float]]:
+        return {
+            status.member.peer: (status.busy_s, status.uptime_s) for status in self._fleet.members
+        }
+
+    def _idle(self) -> dict[str, float]:
+        """Idle shares by role since the last step."""
+        before = self._busy_at_step
+        spans: list[tuple[str, float, float]] = []
+        for status in self._fleet.members:
+            busy_s, uptime_s = before.get(status.member.peer, (0.0, 0.0))
+            spans.append((status.member.role, status.busy_s - busy_s, status.uptime_s - uptime_s))
+        return idle_metrics(spans)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

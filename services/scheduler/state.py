@@ -1,0 +1,154 @@
+"""What the book holds in memory, and what its decisions look like."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from common.weights import NO_VERSION, step_of
+from services.scheduler.records import (
+    GroupRecord,
+    GroupRow,
+    GroupState,
+    MetaRow,
+    Row,
+    TrajectoryRow,
+    TrajectoryState,
+)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """A trajectory of a living group. What must survive is in the row."""
+
+    row: TrajectoryRow
+    lease_until: float = inf
+    since: float = 0.0
+    """When it was admitted, placed, or finished its last turn."""
+
+    @property
+    def running(self) -> bool:
+        return self.row.state == TrajectoryState.RUNNING
+
+    @property
+    def oldest_step(self) -> float:
+        """Step of the oldest weights that made, or may make, a token of it; inf if unknown."""
+        if self.row.oldest_version != NO_VERSION:
+            return step_of(self.row.oldest_version)
+        if self.running and self.row.placed_version != NO_VERSION:
+            return step_of(self.row.placed_version)
+        return inf
+
+
+@dataclass(slots=True)
+class Group:
+    """A living group and its trajectories, in order."""
+
+    row: GroupRow
+    trajectories: list[Trajectory]
+
+    @classmethod
+    def of(cls, record: GroupRecord, now: float) -> "Group":
+        """Bring a recorded group to life."""
+        return cls(record.group, [Trajectory(row, since=now) for row in record.trajectories])
+
+    @property
+    def usable(self) -> Iterator[TrajectoryRow]:
+        """Trajectories that may be trained."""
+        return (t.row for t in self.trajectories if t.row.usable)
+
+    @property
+    def ended(self) -> bool:
+        return all(t.row.ended for t in self.trajectories)
+
+    @property
+    def ready(self) -> bool:
+        return self.row.state == GroupState.READY
+
+    @property
+    def taken(self) -> bool:
+        return self.row.state == GroupState.TAKEN
+
+    @property
+    def oldest_step(self) -> float:
+        """Step of the oldest weights in it; inf while it has no token and no worker."""
+        left = (t for t in self.trajectories if t.row.usable or not t.row.ended)
+        return min((t.oldest_step for t in left), default=inf)
+
+    @property
+    def unbegun(self) -> bool:
+        """Whether a member must still begin; with which weights, the group's rank decides."""
+        return any(
+            t.row.state == TrajectoryState.WAITING and t.oldest_step == inf
+            for t in self.trajectories
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The history that the trainer is in."""
+
+    number: int = -1
+    """-1 until a trainer has begun one."""
+    begun_at: int = 0
+    """The step whose state the trainer loaded."""
+    trainer: str = ""
+    """Identity of the trainer that began it."""
+
+    @classmethod
+    def of(cls, meta: Mapping[str, str]) -> "Lineage":
+        """Read it from the ledger's named values."""
+        if "lineage" not in meta:
+            return cls()
+        return cls(int(meta["lineage"]), int(meta["lineage_begun_at"]), meta["lineage_trainer"])
+
+    def rows(self) -> list[MetaRow]:
+        """What the ledger keeps of it."""
+        return [
+            MetaRow("lineage", str(self.number)),
+            MetaRow("lineage_begun_at", str(self.begun_at)),
+            MetaRow("lineage_trainer", self.trainer),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Order: send the trajectory to the worker, once the rows of the same outcome are durable."""
+
+    peer: str
+    group: GroupRow
+    trajectory: TrajectoryRow
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that an operator should be told."""
+
+    event: str
+    fields: dict[str, object]
+    warning: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one event leads to."""
+
+    rows: list[Row] = field(default_factory=list[Row])
+    orders: list[Assign] = field(default_factory=list[Assign])
+    notices: list[Notice] = field(default_factory=list[Notice])
+    line: str = ""
+    """For `metrics.jsonl`."""
+
+    def add(self, later: "Outcome") -> None:
+        """Append what a further event leads to."""
+        assert not later.line
+        self.rows += later.rows
+        self.orders += later.orders
+        self.notices += later.notices
+
+    def warn(self, event: str, **fields: object) -> None:
+        """Add a warning."""
+        self.notices.append(Notice(event, fields))
+
+    def tell(self, event: str, **fields: object) -> None:
+        """Add a notice."""
+        self.notices.append(Notice(event, fields, warning=False))
