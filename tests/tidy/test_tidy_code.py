@@ -22,7 +22,7 @@ BOUNDARIES = {
 a broad except must raise again."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 PARTICIPLE = re.compile(
-    r"[a-z]+ed|begun|built|chosen|drawn|found|given|gone|held|kept|left|lost|made|met|read|run|seen|"
+    r"[a-z]+ed|(un)?known|(un)?told|begun|built|chosen|drawn|found|given|gone|held|kept|left|lost|made|met|read|run|seen|"
     r"sent|set|shut|spent|split|stuck|taken|torn|written|draining"
 )
 
