@@ -14,6 +14,7 @@ SERVICES = ("coordinator", "rollout", "scheduler", "tools", "trainer")
 BROAD = ("Exception", "BaseException")
 BOUNDARIES = {
     "services/rollout/loop.py": {"boundary"},
+    "services/rollout/vllm_engine.py": {"_run"},
     "services/tools/host.py": {"open_session", "_reset", "_call", "_grade", "_close"},
     "services/tools/threads.py": {"_work"},
     "common/clock.py": {"run_in_executor"},
@@ -221,7 +222,9 @@ def claims(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a test asserts, expects an error, or calls a helper that says it checks."""
     if any(isinstance(node, ast.Assert) for node in ast.walk(test)):
         return True
-    return bool(re.search(r"raises\(|\b\w*(check|expect|verify|assert)\w*\(", ast.unparse(test)))
+    return bool(
+        re.search(r"raises\(|\b\w*(check|expect|verify|assert|until)\w*\(", ast.unparse(test))
+    )
 
 
 def test_assertions_are_on() -> None:
