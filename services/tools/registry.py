@@ -133,8 +133,12 @@ def _raised_at(error: BaseException, target: str) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename != __file__ and not frame.filename.startswith("<frozen")
     ]
-    ending = f"{target.removesuffix('.py').replace('.', '/').rsplit('/', 1)[-1]}.py"
-    own = [frame for frame in frames if frame.filename.endswith(("/" + ending, "/__init__.py"))]
+    if target.endswith(".py"):
+        own_files: tuple[str, ...] = (str(Path(target).resolve()),)
+    else:
+        stem = "/" + target.replace(".", "/")
+        own_files = (f"{stem}.py", f"{stem}/__init__.py")
+    own = [frame for frame in frames if frame.filename.endswith(own_files)]
     for frame in reversed(own or frames):
         return f"{frame.filename}:{frame.lineno}"
     return target

@@ -5,14 +5,15 @@ the function returns. The threads are daemons, so that none of them can hold up 
 """
 
 import asyncio
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from contextvars import copy_context
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -24,16 +25,12 @@ class StillRunning(Exception):
     """The function has not returned within its limit, and its thread was given up."""
 
 
-_Job = tuple[Callable[[], Any], Callable[[Any, Exception | None], None]]
-
-
 class Threads:
     """At most `size` threads, started as they are needed."""
 
     def __init__(self, size: int, name: str) -> None:
         self._free = asyncio.Semaphore(size)
-        self._name = name
-        self._idle: list[queue.SimpleQueue[_Job]] = []
+        self._executor = _Daemons(name)
         self.stuck = 0
         """Threads that were given up and still run."""
 
@@ -62,7 +59,9 @@ class Threads:
                 await self._free.acquire()
         except TimeoutError as error:
             raise NoThreadFree(f"all threads are busy ({self.stuck} stuck)") from error
-        outcome = self._start(partial(copy_context().run, function))
+        loop = asyncio.get_running_loop()
+        outcome = loop.run_in_executor(self._executor, partial(copy_context().run, function))
+        outcome.add_done_callback(lambda _: self._free.release())
         if ended:
             outcome.add_done_callback(lambda _: ended())
         limit = asyncio.timeout(limit_s)
@@ -77,52 +76,51 @@ class Threads:
             if not outcome.done():
                 self._give_up(outcome)
 
-    def _start(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[T] = loop.create_future()
-        jobs = self._idle.pop() if self._idle else self._new_thread()
-
-        def settle(value: Any, error: Exception | None) -> None:
-            self._free.release()
-            self._idle.append(jobs)
-            if error is None:
-                outcome.set_result(value)
-            else:
-                outcome.set_exception(error)
-
-        def report(value: Any, error: Exception | None) -> None:
-            with contextlib.suppress(RuntimeError):  # The loop may be closed: nobody waits.
-                loop.call_soon_threadsafe(settle, value, error)
-
-        jobs.put((function, report))
-        return outcome
-
-    def _give_up(self, outcome: asyncio.Future[Any]) -> None:
+    def _give_up(self, outcome: "asyncio.Future[Any]") -> None:
         self.stuck += 1
 
-        def returned(late: asyncio.Future[Any]) -> None:
+        def returned(late: "asyncio.Future[Any]") -> None:
             self.stuck -= 1
             late.exception()  # Nobody waits for it any more.
 
         outcome.add_done_callback(returned)
 
+
+_Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+class _Daemons(Executor):
+    """Daemon threads, one for each function that runs and reused. Whoever submits bounds them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._idle: list[queue.SimpleQueue[_Job]] = []
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        future: Future[T] = Future()
+        jobs = self._idle.pop() if self._idle else self._new_thread()
+        jobs.put((future, partial(fn, *args, **kwargs)))
+        return future
+
     def _new_thread(self) -> "queue.SimpleQueue[_Job]":
         jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(jobs,), name=self._name, daemon=True).start()
+        threading.Thread(target=self._work, args=(jobs,), name=self._name, daemon=True).start()
         return jobs
 
-
-def _work(jobs: "queue.SimpleQueue[_Job]") -> None:
-    while True:
-        function, report = jobs.get()
-        try:
-            value = function()
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits.
-            report(None, _raisable(error))
-        else:
-            report(value, None)
-            del value
-        del function, report
+    def _work(self, jobs: "queue.SimpleQueue[_Job]") -> None:
+        while True:
+            future, function = jobs.get()
+            value, failure = None, None
+            try:
+                value = function()
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits.
+                failure = _raisable(error)
+            self._idle.append(jobs)
+            if failure is None:
+                future.set_result(value)
+            else:
+                future.set_exception(failure)
+            del future, function, value, failure  # Not kept alive until the next job.
 
 
 def _raisable(error: BaseException) -> Exception:
