@@ -154,8 +154,8 @@ class TrainingConfig(Section):
     group_usable_min: Count = 2
     """A group with fewer usable trajectories is dropped."""
     zero_variance: Literal["filter", "keep"] = "filter"
-    """Groups whose rewards are all equal have no gradient: replace them, or keep them in the
-    batch as they are."""
+    """Groups whose rewards are all equal have no gradient under a group baseline: replace them,
+    or keep them in the batch as they are."""
     baseline: Literal["group", "none"] = "group"
     """What is subtracted from a reward: the mean of its group, or nothing."""
     normalise_std: bool = True

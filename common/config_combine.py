@@ -42,12 +42,6 @@ def _groups(config: Config) -> Iterator[Problem]:
             'a group of 1 minus the mean of its group (training.baseline = "group") never has a '
             'gradient; use group_size = 2 or more, or baseline = "none"',
         )
-    elif size == 1 and training.zero_variance == "filter":
-        yield Problem(
-            (size_key, ("training", "zero_variance")),
-            'a group of 1 always has equal rewards, so training.zero_variance = "filter" drops '
-            'all; use group_size = 2 or more, or zero_variance = "keep"',
-        )
     if training.group_usable_min > size:
         yield Problem(
             (("training", "group_usable_min"), size_key),

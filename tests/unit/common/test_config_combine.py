@@ -29,11 +29,6 @@ def test_the_defaults_go_together() -> None:
     ("sections", "key", "words"),
     [
         ({"training": {"group_size": 1, "group_usable_min": 1}}, "training.group_size", "baseline"),
-        (
-            {"training": {"group_size": 1, "group_usable_min": 1, "baseline": "none"}},
-            "training.group_size",
-            "training.zero_variance",
-        ),
         ({"training": {"group_usable_min": 9}}, "training.group_usable_min", "training.group_size"),
         ({"training": {"minibatches": 3}}, "training.minibatches", "64 trajectories"),
         ({"training": {"ranks": 3}}, "training.ranks", "training.groups_per_step"),
@@ -99,6 +94,6 @@ def test_an_address_is_host_and_port(address: str) -> None:
     assert not combination_problems(config(coordinator={"address": address}))
 
 
-def test_a_lone_trajectory_without_baseline_can_be_kept() -> None:
-    alone = {"group_size": 1, "group_usable_min": 1, "baseline": "none", "zero_variance": "keep"}
+def test_a_lone_trajectory_needs_no_group_when_nothing_is_subtracted() -> None:
+    alone = {"group_size": 1, "group_usable_min": 1, "baseline": "none"}
     assert not combination_problems(config(training=alone))
