@@ -1,8 +1,12 @@
 import tomllib
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from common.toml_lines import locate
+from common.toml_lines import KeyPath, locate
+from common.toml_write import dump
 
 TEXT = """\
 # a comment = "[not a table]"
@@ -66,15 +70,39 @@ def test_windows_line_ends_count_once() -> None:
     assert locate("a = 1\r\nb = 2\r\n")[("b",)] == 2
 
 
-def test_every_value_that_tomllib_reads_is_located() -> None:
-    def paths(value: object, path: tuple[str | int, ...] = ()) -> set[tuple[str | int, ...]]:
-        inner = (
-            value.items()
-            if isinstance(value, dict)
-            else enumerate(value)
-            if isinstance(value, list)
-            else ()
-        )
-        return {path}.union(*(paths(v, (*path, k)) for k, v in inner))
+SCALARS = st.one_of(
+    st.booleans(),
+    st.integers(-(2**40), 2**40),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+)
+KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+LISTS = st.recursive(
+    st.lists(SCALARS, max_size=3), lambda inner: st.lists(inner, max_size=3), max_leaves=4
+)
+TABLES = st.recursive(
+    st.dictionaries(KEYS, SCALARS | LISTS, max_size=3),
+    lambda inner: st.dictionaries(
+        KEYS, inner | st.lists(inner, min_size=1, max_size=3), max_size=3
+    ),
+)
 
-    assert paths(tomllib.loads(TEXT)) == set(locate(TEXT))
+
+def paths(value: object, path: KeyPath = ()) -> set[KeyPath]:
+    """Every path at which something stands in data that tomllib has read."""
+    if isinstance(value, dict):
+        inner = [*value.items()]
+    else:
+        inner = [*enumerate(value)] if isinstance(value, list) else []
+    return {path}.union(*(paths(v, (*path, k)) for k, v in inner))
+
+
+def test_every_value_of_a_hand_written_file_is_located() -> None:
+    assert set(locate(TEXT)) == paths(tomllib.loads(TEXT))
+
+
+@given(TABLES)
+def test_every_value_of_any_written_file_is_located(data: dict[str, Any]) -> None:
+    text = dump(data)
+    assert tomllib.loads(text) == data
+    assert set(locate(text)) == paths(data)
