@@ -1,0 +1,206 @@
+"""Weight versions on their way out: segments that are overwritten in turn by a background copy.
+
+A segment is a valid safetensors file on a memory file system. Shapes never change, so its header
+is written once and each version is copied into place, converted on the way; nothing is
+serialised and the training thread does not wait for it, except before the next update of the
+very weights that are being copied.
+"""
+
+# torch and transformers are partially annotated; what they return is annotated here by hand.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import json
+import mmap
+import os
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+GENERATIONS = 3
+"""One that workers apply, one that is announced, one to write."""
+COPY_TIMEOUT_S = 120.0
+"""A copy runs at memory speed; past this the machine is broken."""
+ALIGNMENT = 64
+"""Of the first tensor, in bytes; the format asks for 8."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor lies in a segment."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """First byte, from the start of the file."""
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The static part of every segment of a run."""
+
+    header: bytes
+    slots: tuple[Slot, ...]
+    length: int
+    """Bytes of the whole file."""
+
+
+def plan_layout(state: Mapping[str, Tensor], dtype: torch.dtype) -> Layout:
+    """Lay out a safetensors file for the tensors; floating ones become `dtype`.
+
+    Wider elements first, then by name: every tensor is aligned without gaps, which the format
+    does not allow.
+    """
+    kinds = {name: dtype if t.is_floating_point() else t.dtype for name, t in state.items()}
+    names = sorted(state, key=lambda name: (-kinds[name].itemsize, name))
+    slots = [Slot(name, kinds[name], tuple(state[name].shape), 0) for name in names]
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    starts: list[int] = []
+    for slot in slots:
+        starts.append(end)
+        end += slot.length
+        table[slot.name] = {
+            "dtype": SAFETENSORS_NAMES[slot.dtype],
+            "shape": list(slot.shape),
+            "data_offsets": [starts[-1], end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    placed = tuple(
+        Slot(s.name, s.dtype, s.shape, len(header) + start)
+        for s, start in zip(slots, starts, strict=True)
+    )
+    return Layout(header, placed, len(header) + end)
+
+
+class Segment:
+    """One file of `layout`, mapped for writing."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Taken now: a full memory file system is an error here and a SIGBUS later.
+            os.posix_fallocate(descriptor, 0, layout.length)
+            memory = mmap.mmap(descriptor, layout.length)
+        finally:
+            os.close(descriptor)
+        memory[: len(layout.header)] = layout.header
+        self._views = {slot.name: _view(memory, slot) for slot in layout.slots}
+
+    @torch.no_grad()
+    def write(self, state: Mapping[str, Tensor]) -> None:
+        """Copy every tensor into place."""
+        for name, view in self._views.items():
+            view.copy_(state[name])
+
+    def unlink(self) -> None:
+        """Remove the name; who has the file mapped keeps it."""
+        self.path.unlink(missing_ok=True)
+
+
+def _view(memory: mmap.mmap, slot: Slot) -> Tensor:
+    count = slot.length // slot.dtype.itemsize
+    if not count:
+        return torch.empty(slot.shape, dtype=slot.dtype)
+    flat = torch.frombuffer(memory, dtype=slot.dtype, count=count, offset=slot.offset)
+    return flat.view(slot.shape)
+
+
+class Publisher:
+    """The generations of a run, of which one at most is being written.
+
+    `start` and `join` are called by the training thread, the copy runs on `executor`.
+    """
+
+    def __init__(
+        self, directory: Path, run_id: str, dtype: torch.dtype, executor: Executor
+    ) -> None:
+        self._stem = directory / f"libra-{run_id}-w"
+        self._dtype = dtype
+        self._executor = executor
+        self._segments: list[Segment] = []
+        self._copying: Future[None] | None = None
+        self.current: Segment | None = None
+        """The newest complete or being written; never chosen next."""
+        self.copy_s = 0.0
+        """Wall seconds of the last finished copy."""
+        self.loop_s = 0.0
+        """Seconds that the training thread spent here for the last version."""
+
+    def prepare(self, state: Mapping[str, Tensor]) -> None:
+        """Make the segments for tensors like these.
+
+        Raises:
+            OSError: the memory file system is full, or the names are taken.
+        """
+        layout = plan_layout(state, self._dtype)
+        for number in range(GENERATIONS):
+            # A killed process of the same run left its own; nobody maps it by name any more.
+            path = Path(f"{self._stem}{number}")
+            path.unlink(missing_ok=True)
+            self._segments.append(Segment(path, layout))
+
+    def choose(self, in_use: Collection[str]) -> Segment | None:
+        """A segment that may be overwritten, or None when all are in use."""
+        fitting = [
+            segment
+            for segment in self._segments
+            if segment is not self.current and str(segment.path) not in in_use
+        ]
+        return fitting[0] if fitting else None
+
+    def start(self, segment: Segment, state: Mapping[str, Tensor]) -> Future[None]:
+        """Begin to copy; the tensors must not change before `join` returns."""
+        assert self._copying is None, "the copy before this one was not joined"
+        began = time.perf_counter()
+        self.current = segment
+        self._copying = self._executor.submit(self._copy, segment, state)
+        self.loop_s = time.perf_counter() - began
+        return self._copying
+
+    def join(self) -> None:
+        """Wait until the weights may change."""
+        if self._copying is None:
+            return
+        began = time.perf_counter()
+        self._copying.result(COPY_TIMEOUT_S)
+        self._copying = None
+        self.loop_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Finish the copy and remove the segments."""
+        try:
+            self.join()
+        finally:
+            for segment in self._segments:
+                segment.unlink()
+
+    def _copy(self, segment: Segment, state: Mapping[str, Tensor]) -> None:
+        began = time.perf_counter()
+        segment.write(state)
+        self.copy_s = time.perf_counter() - began
