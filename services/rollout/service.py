@@ -1,0 +1,84 @@
+"""The rollout process: one engine, and the worker that uses it."""
+
+import asyncio
+from collections.abc import Callable
+
+from common.config import BucketConfig, Config
+from common.errors import ConfigError, RunFailed
+from common.service import Runtime
+from services.rollout.engine import Engine
+from services.rollout.engines import make_engine
+from services.rollout.parsers import PARSERS
+from services.rollout.render import Renderer
+from services.rollout.tokenizer import ChatTokenizer, load_tokenizer
+from services.rollout.worker import Worker
+
+EngineFactory = Callable[[Config, BucketConfig, int, str], Engine]
+"""Of configuration, bucket, index of the worker in it, and run id."""
+
+CLOSE_TIMEOUT_S = 10.0
+"""For an engine to end its own processes."""
+
+
+class RolloutService:
+    """The process: starts the engine, then works until it is asked to stop."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        engine_factory: EngineFactory = make_engine,
+        tokenizer_loader: Callable[[str], ChatTokenizer] = load_tokenizer,
+    ) -> None:
+        self._runtime = runtime
+        self._bucket, self._index = place_of(runtime.name, runtime.config)
+        self._engine_factory = engine_factory
+        self._tokenizer_loader = tokenizer_loader
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Work until `stopping` is set, then hand the trajectories back.
+
+        Raises:
+            ConfigError: the model or its tokenizer cannot be used.
+            RunFailed: the engine did not start in time.
+            EngineError: the engine works no more.
+        """
+        config = self._runtime.config
+        parser = PARSERS[config.rollout.tool_format]
+        renderer = Renderer(self._tokenizer_loader(config.model.path), parser, config.model.path)
+        engine = self._engine_factory(config, self._bucket, self._index, self._runtime.run_id)
+        try:
+            if await self._start(engine, stopping):
+                await Worker(self._runtime, self._bucket, engine, renderer).run(stopping)
+        finally:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await engine.aclose()
+
+    async def _start(self, engine: Engine, stopping: asyncio.Event) -> bool:
+        """Whether the engine is ready; False when the process was asked to stop meanwhile."""
+        limit_s = self._runtime.config.rollout.start_timeout_s
+        async with asyncio.TaskGroup() as tasks:
+            start = tasks.create_task(engine.start(), name="engine.start")
+            stop = tasks.create_task(stopping.wait(), name="stopping")
+            await asyncio.wait({start, stop}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not start.done() and not stop.done():
+                raise RunFailed(
+                    f"the engine of {self._runtime.name} was not ready within {limit_s:g} s; "
+                    "see its log, or raise rollout.start_timeout_s"
+                )
+            start.cancel()
+            stop.cancel()
+        return start.done() and not start.cancelled()
+
+
+def place_of(name: str, config: Config) -> tuple[BucketConfig, int]:
+    """Bucket and index of the worker that is called `<bucket>-<index>`.
+
+    Raises:
+        ConfigError: the name is of no worker that the configuration knows.
+    """
+    bucket_name, _, index = name.rpartition("-")
+    for bucket in config.buckets:
+        if bucket.name == bucket_name and index.isdecimal() and int(index) < bucket.workers:
+            return bucket, int(index)
+    known = ", ".join(f"{b.name}-0 to {b.name}-{b.workers - 1}" for b in config.buckets)
+    raise ConfigError(f"no rollout worker is called {name!r}; the buckets have {known}")

@@ -1,0 +1,237 @@
+"""A rollout worker while its engine is up: trajectories held, versions swapped in, reports made."""
+
+import asyncio
+from dataclasses import dataclass
+
+import structlog
+
+from common.config import BucketConfig
+from common.errors import (
+    Refusal,
+    RequestRefused,
+    TransportError,
+    VersionGone,
+    WeightError,
+)
+from common.membership import Membership
+from common.messages.coordinator import Manifest
+from common.messages.rollout import (
+    ApplyVersion,
+    AssignTrajectory,
+    DropTrajectory,
+    TrajectoryAssigned,
+    TrajectoryDropped,
+    VersionApplied,
+)
+from common.messages.scheduler import ReportWorker
+from common.service import Runtime
+from common.weights import NO_VERSION
+from services.rollout.engine import Engine
+from services.rollout.journal import Journal
+from services.rollout.limits import Limits
+from services.rollout.loop import Equipment, Trajectory
+from services.rollout.parsers import PARSERS
+from services.rollout.render import Renderer
+from services.rollout.tool_client import ToolClient
+
+log = structlog.get_logger()
+
+REPORT_INTERVAL_S = 1.0
+REPORT_TIMEOUT_S = 3.0
+DRAIN_GRACE_S = 10.0
+"""For turns at work when the process is asked to stop; the rest is done again elsewhere."""
+HELD_PER_SLOT_MAX = 2
+"""An assignment may arrive before the last trajectory of its slot has left; more is a mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A trajectory at work."""
+
+    lease: int
+    task: asyncio.Task[None]
+
+
+class Worker:
+    """Serves the scheduler and the coordinator.
+
+    The scheduler says which trajectories, the coordinator says which weights; nothing here
+    decides where anything runs.
+    """
+
+    def __init__(
+        self, runtime: Runtime, bucket: BucketConfig, engine: Engine, renderer: Renderer
+    ) -> None:
+        config = runtime.config
+        self._mesh = runtime.mesh
+        self._bucket = bucket
+        self._engine = engine
+        self._membership = Membership(runtime, {"bucket": bucket.name})
+        self._equipment = Equipment(
+            engine=engine,
+            renderer=renderer,
+            parser=PARSERS[config.rollout.tool_format],
+            tools=ToolClient(self._membership, config),
+            journal=Journal(self._membership),
+            limits=Limits.of(config, engine_context_tokens=engine.context_tokens_max),
+            temperature=config.sampling.temperature,
+            draining=lambda: self._draining,
+        )
+        self._held: dict[str, Held] = {}
+        self._applying: dict[int, asyncio.Task[VersionApplied | WeightError]] = {}
+        self._swapping = asyncio.Lock()
+        self._digest = ""
+        self._draining = False
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until `stopping` is set; then finish the turns at work."""
+        self._mesh.serve(AssignTrajectory, self._assign)
+        self._mesh.serve(DropTrajectory, self._drop)
+        self._mesh.serve(ApplyVersion, self._apply_version)
+        async with self._tasks as tasks:
+            background = [
+                tasks.create_task(self._membership.run(), name="membership"),
+                tasks.create_task(self._keep_reporting(), name="reports"),
+            ]
+            await stopping.wait()
+            await self._drain()
+            for task in [*background, *self._applying.values()]:
+                task.cancel()
+
+    # ── trajectories ─────────────────────────────────────────────────────────────────────────
+
+    def _assign(self, _sender: str, request: AssignTrajectory) -> TrajectoryAssigned:
+        """Start one trajectory. Idempotent by id and lease."""
+        if self._draining:
+            raise RequestRefused(Refusal.DRAINING)
+        if self._engine.version == NO_VERSION:
+            raise RequestRefused(Refusal.NOT_READY, "no version is applied yet")
+        held = self._held.get(request.trajectory_id)
+        if held and held.lease > request.lease:
+            detail = f"lease {request.lease} < {held.lease}"
+            raise RequestRefused(Refusal.STALE_FENCE, detail)
+        if held is None or held.lease < request.lease:
+            self._begin(request, held)
+        return TrajectoryAssigned(holding=len(self._held))
+
+    def _begin(self, request: AssignTrajectory, older: Held | None) -> None:
+        if older is None and len(self._held) >= HELD_PER_SLOT_MAX * self._bucket.slots:
+            raise RequestRefused(Refusal.OVERLOADED, f"{len(self._held)} trajectories are held")
+        try:
+            trajectory = Trajectory(request, self._equipment)
+        except ValueError as error:
+            raise RequestRefused(Refusal.INVALID, f"tokens: {error}") from error
+        if older:
+            older.task.cancel()
+        trajectory_id, lease = request.trajectory_id, request.lease
+        task = self._tasks.create_task(
+            trajectory.run(lambda: self._release(trajectory_id, lease)), name=trajectory_id
+        )
+        task.add_done_callback(lambda _: self._release(trajectory_id, lease))
+        self._held[trajectory_id] = Held(lease, task)
+        log.debug(
+            "trajectory.assigned",
+            trajectory_id=trajectory_id,
+            group_id=request.group_id,
+            lease=lease,
+            turn=request.turn,
+        )
+
+    def _drop(self, _sender: str, request: DropTrajectory) -> TrajectoryDropped:
+        """Stop one trajectory. Idempotent; an order under an older lease changes nothing."""
+        held = self._held.get(request.trajectory_id)
+        if held and held.lease <= request.lease:
+            self._cancel(request.trajectory_id, held)
+        return TrajectoryDropped()
+
+    def _cancel(self, trajectory_id: str, held: Held) -> None:
+        held.task.cancel()
+        self._release(trajectory_id, held.lease)
+        log.info("trajectory.dropped", trajectory_id=trajectory_id, lease=held.lease)
+
+    def _release(self, trajectory_id: str, lease: int) -> None:
+        held = self._held.get(trajectory_id)
+        if held and held.lease == lease:
+            del self._held[trajectory_id]
+
+    async def _drain(self) -> None:
+        """Trajectories stop at their next turn boundary; then, or after the grace, all do."""
+        self._draining = True
+        log.info("worker.draining", holding=len(self._held))
+        at_work = {held.task for held in self._held.values()}
+        if at_work:
+            await asyncio.wait(at_work, timeout=DRAIN_GRACE_S)
+        for trajectory_id, held in list(self._held.items()):
+            self._cancel(trajectory_id, held)
+        await self._report()
+
+    # ── versions ─────────────────────────────────────────────────────────────────────────────
+
+    async def _apply_version(self, _sender: str, request: ApplyVersion) -> VersionApplied:
+        """Swap a version in. Goes on when the caller gives up: half a swap is no state."""
+        if self._draining:
+            raise RequestRefused(Refusal.DRAINING)
+        version = request.manifest.version
+        task = self._applying.get(version)
+        if task is None:
+            task = self._tasks.create_task(self._swap(request.manifest), name=f"apply {version}")
+            self._applying[version] = task
+            task.add_done_callback(lambda _: self._applying.pop(version, None))
+        outcome = await asyncio.shield(task)
+        if isinstance(outcome, WeightError):
+            refusal = Refusal.NOT_FOUND if isinstance(outcome, VersionGone) else Refusal.FAILED
+            raise RequestRefused(refusal, str(outcome))
+        return outcome
+
+    async def _swap(self, manifest: Manifest) -> VersionApplied | WeightError:
+        async with self._swapping:
+            if manifest.version <= self._engine.version:
+                return VersionApplied(
+                    version=self._engine.version, digest=self._digest, apply_s=0.0
+                )
+            started_s = asyncio.get_running_loop().time()
+            try:
+                await self._engine.apply_weights(manifest)
+            except WeightError as error:
+                return error
+            apply_s = asyncio.get_running_loop().time() - started_s
+            self._digest = manifest.digest
+            self._membership.applied_version = manifest.version
+        log.info("version.applied", policy_version=manifest.version, duration_s=apply_s)
+        return VersionApplied(version=manifest.version, digest=manifest.digest, apply_s=apply_s)
+
+    # ── reports ──────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await self._report()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def _report(self) -> None:
+        """Tell the scheduler what is held here, and drop what it does not count as ours."""
+        load = self._engine.load()
+        self._membership.busy_s = load.busy_s
+        scheduler = self._membership.find("scheduler")
+        if scheduler is None:
+            return
+        leases = {trajectory_id: held.lease for trajectory_id, held in self._held.items()}
+        report = ReportWorker(
+            bucket=self._bucket.name,
+            version=self._engine.version,
+            kv_tokens_used=load.kv_tokens_used,
+            kv_tokens_free=load.kv_tokens_free,
+            slots=0 if self._draining else self._bucket.slots,
+            holding=sorted(leases),
+            decode_tokens=load.decode_tokens,
+        )
+        try:
+            noted = await self._membership.request(scheduler, report, timeout_s=REPORT_TIMEOUT_S)
+        except (TransportError, RequestRefused) as error:
+            log.debug("report.lost", reason=str(error))
+            return
+        for trajectory_id in noted.drop:
+            held = self._held.get(trajectory_id)
+            # Assigned again since the report was made: the answer is about the older placement.
+            if held and held.lease == leases.get(trajectory_id):
+                self._cancel(trajectory_id, held)
