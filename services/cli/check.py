@@ -27,7 +27,7 @@ def check_job(path: Path, overrides: Sequence[str]) -> Config:
         except ConfigError as error:
             problems.extend(error.problems)
 
-    collect(lambda: check_config(config, path))
+    collect(lambda: check_config(config, path, overrides))
     for server in config.tools:
         collect(lambda target=server.target: environments.update(load_target(target).environments))
     collect(lambda: _check_tasks(config, environments if not problems else None))
