@@ -1,4 +1,4 @@
-"""What a rollout worker receives: trajectories from the scheduler, versions from the coordinator."""
+"""What a rollout worker receives: trajectories (scheduler) and versions (coordinator)."""
 
 from common.messages.base import Message, Request
 from common.messages.coordinator import Manifest
