@@ -105,6 +105,8 @@ class ToolHost:
         session = self._sessions.find(request.session_id, request.environment, now_s)
         if session is None:
             self._refuse_when_draining()
+            if request.resume:
+                raise RequestRefused(Refusal.NOT_FOUND, f"session {request.session_id!r}")
             kind = self._offer.environments.get(request.environment)
             if kind is None:
                 raise RequestRefused(Refusal.NOT_FOUND, f"environment {request.environment!r}")
