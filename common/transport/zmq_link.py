@@ -58,7 +58,7 @@ class Link:
         """
         self._loop, self._socket = loop, socket
         self._take, self._disconnected = take, disconnected
-        self._routes = socket.socket_type == zmq.ROUTER
+        self._routes = socket.type == zmq.ROUTER
         self._scheduled = False
         self._wakeups = self._wakeups_before = 0
         self.closed = False
@@ -70,10 +70,11 @@ class Link:
         self._poll.register(self._fd, select.POLLIN)
 
     def start(self) -> None:
-        """Watch both descriptors, and look once for what came before."""
+        """Watch both descriptors, and look once: ZeroMQ signals only who has found nothing."""
         self._loop.add_reader(self._fd, self._readable)
         self._loop.add_reader(self._monitor_fd, self._monitor_readable)
         self.schedule()
+        self._loop.call_soon(self._monitor_readable)
 
     def close(self) -> None:
         """Stop watching; the sockets close in a later loop turn than their readers go."""
@@ -180,9 +181,10 @@ def _set_options(socket: Socket) -> None:
     socket.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
     socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    if socket.socket_type == zmq.ROUTER:
+    if socket.type == zmq.ROUTER:
         socket.set(zmq.ROUTER_MANDATORY, 1)
     else:
-        socket.set(zmq.IMMEDIATE, 1)
+        # No IMMEDIATE: with it, what had arrived just before a connection broke was dropped
+        # unread. A DEALER is closed when its connection breaks, so nothing queues for nobody.
         socket.set(zmq.RECONNECT_IVL, RETRY_MS)
         socket.set(zmq.RECONNECT_IVL_MAX, RETRY_MS_MAX)
