@@ -1,8 +1,11 @@
-"""What every test run shares: Hypothesis profiles. `HYPOTHESIS_PROFILE` names another one."""
+"""What every test run shares. `HYPOTHESIS_PROFILE` names another Hypothesis profile."""
 
 import os
 
 from hypothesis import HealthCheck, settings
+
+# Set before anything imports a library that would look for a model on the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 settings.register_profile("dev", max_examples=100, deadline=None)
 settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True, print_blob=True)
