@@ -30,8 +30,14 @@ ENVIRONMENT: Mapping[str, str] = {
 
 PRELUDE = """
 def _start(names):
-    import resource as r, sys
+    import posix, resource as r, sys
     del names["_start"]
+    try:
+        posix.set_blocking(0, False)
+        posix.read(0, 1)
+        posix._exit(1)
+    except BlockingIOError:
+        posix.dup2(posix.open("/dev/null", 0), 0)
     limits = map(int, sys.argv[1].split(","))
     for kind, limit in zip((r.RLIMIT_CORE, r.RLIMIT_CPU, r.RLIMIT_AS, r.RLIMIT_NPROC,
                             r.RLIMIT_FSIZE, r.RLIMIT_NOFILE), limits):
@@ -51,9 +57,11 @@ def _start(names):
     exec(compile(code, "main.py", "exec"), names)
 _start(globals())
 """
-"""Runs before the code, in the same interpreter: a second start would double the cost. Takes the
-hard limits, offers itself to the kernel's memory killer first, and keeps itself out of tracebacks.
-The limits are hard, so the code cannot raise them again."""
+"""Runs before the code, in the same interpreter: a second start would double the cost.
+
+Stdin is a pipe that the server holds open: at its end the server is gone, and died before this
+process was tied to its life. Then come the limits, hard ones that the code cannot raise again, an
+offer to be the first when the kernel runs out of memory, and tracebacks that show only the code."""
 
 
 @dataclass(frozen=True)

@@ -138,9 +138,13 @@ class Sandbox:
     def _run(self, code: str, timeout_s: float, limits: Limits) -> SandboxResult:
         command = python_command(self._python, limits, code)
         if self._bwrap is None:
-            with tempfile.TemporaryDirectory(prefix="libra-unsafe-") as directory:
-                return _Run(command, limits, cwd=directory).finish(timeout_s)
-        with _pipe() as (reports, reporter), _pipe() as (filter_in, filter_out):
+            with tempfile.TemporaryDirectory(prefix="libra-unsafe-") as cwd, _pipe() as (stdin, _):
+                return _Run(command, limits, cwd=cwd, stdin=stdin).finish(timeout_s)
+        with (
+            _pipe() as (stdin, _),
+            _pipe() as (reports, reporter),
+            _pipe() as (filter_in, filter_out),
+        ):
             filter_out.write(self._filter)  # A few hundred bytes: the pipe takes them at once.
             filter_out.close()
             jail = jail_command(
@@ -150,7 +154,7 @@ class Sandbox:
                 seccomp_fd=filter_in.fileno(),
             )
             passed = (reporter.fileno(), filter_in.fileno())
-            run = _Run(jail + command, limits, cwd="/", reports=reports, passed=passed)
+            run = _Run(jail + command, limits, cwd="/", stdin=stdin, reports=reports, passed=passed)
             reporter.close()
             return run.finish(timeout_s)
 
@@ -175,6 +179,7 @@ class _Run:
         limits: Limits,
         *,
         cwd: str,
+        stdin: io.FileIO,
         reports: io.FileIO | None = None,
         passed: tuple[int, ...] = (),
     ) -> None:
@@ -184,6 +189,7 @@ class _Run:
             command: what to run.
             limits: what it may use.
             cwd: where it starts.
+            stdin: a pipe that is open for as long as this server lives.
             reports: where the jailer reports; None without a jail.
             passed: what the jailer inherits.
         """
@@ -198,7 +204,7 @@ class _Run:
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the command is ours, the code is data.
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=passed,
