@@ -9,6 +9,7 @@ a time-out. With one rank there is no child, no collective and no sharding.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -101,7 +102,8 @@ class Ranks:
         """End the children. Idempotent."""
         children, self._children = self._children, []
         for child in children:
-            _pipe(child).close()
+            with contextlib.suppress(BrokenPipeError):  # An order that it never read.
+                _pipe(child).close()
         for child in children:
             try:
                 child.wait(EXIT_TIMEOUT_S)
@@ -169,11 +171,11 @@ def build_learner(
 
 def full_state(learner: Learner) -> dict[str, Tensor]:
     """The model's whole state dict; a collective with several ranks."""
-    state: dict[str, Tensor] = learner.policy.model.state_dict()
+    state: dict[str, Tensor] = learner.policy.model.state_dict(keep_vars=True)
     gathered: dict[int, Tensor] = {}
-    for tensor in state.values():  # Tied weights are one shard, and stay one tensor.
+    for tensor in state.values():  # Tied weights are one parameter, and stay one tensor.
         if id(tensor) not in gathered:
-            gathered[id(tensor)] = _full(tensor)
+            gathered[id(tensor)] = _full(tensor.detach())
     return {name: gathered[id(tensor)] for name, tensor in state.items()}
 
 

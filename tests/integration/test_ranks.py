@@ -1,0 +1,68 @@
+"""Two data-parallel ranks as real processes."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import RunFailed
+from services.trainer import checkpoint
+from services.trainer.checkpoint import Contents
+from services.trainer.ranks import Ranks
+from tests.support.models import make_tiny_model
+from tests.support.trainer import sequences, trainer_config
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", tied=True)
+
+
+def test_two_ranks_equal_one_until_one_is_killed(tmp_path: Path, model: Path) -> None:
+    """One test, since processes that import torch take seconds to start.
+
+    Three micro-batches on two ranks; weights and moments restored, sharded, and gathered.
+    """
+    one = Ranks(trainer_config(model, micro_batch_tokens=40), model, resume=False)
+    one.train(sequences(7), 1)
+    saved = save(tmp_path, model, one)
+    two = Ranks(trainer_config(model, micro_batch_tokens=40, ranks=2), saved, resume=True)
+    try:
+        assert_close(two.weights(), one.weights())
+        assert_close(two.optimizer_state(), one.optimizer_state())
+        for step in (2, 3):
+            batch = sequences(7, seed=step)
+            first, second = one.train(batch, step), two.train(batch, step)
+            assert second.metrics == pytest.approx(first.metrics, rel=1e-4, abs=1e-6)
+        assert_close(two.optimizer_state(), one.optimizer_state())
+        poisoned = [replace(sequences(1)[0], advantage=float("nan"))]
+        assert two.train(poisoned, 4).skipped == "nonfinite"
+
+        child = two._children[0]
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait(10)
+        with pytest.raises(RunFailed, match="trainer rank 1"):
+            two.train(sequences(4), 4)
+    finally:
+        two.close()
+
+
+def save(run_dir: Path, model: Path, ranks: Ranks) -> Path:
+    return checkpoint.save(
+        run_dir,
+        Contents(step=1, lineage=0, config=""),
+        source=model,
+        model=ranks.weights(),
+        optimizer=ranks.optimizer_state(),
+    )
+
+
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(actual[name], value, atol=1e-5), name
