@@ -14,6 +14,7 @@ SERVICES = ("coordinator", "rollout", "scheduler", "tools", "trainer")
 BROAD = ("Exception", "BaseException")
 BOUNDARIES = {
     "services/rollout/loop.py": {"boundary"},
+    "services/rollout/torch_engine.py": {"command"},
     "services/rollout/vllm_engine.py": {"_run"},
     "services/tools/host.py": {"open_session", "_reset", "_call", "_grade", "_close"},
     "services/tools/threads.py": {"_work"},
@@ -219,11 +220,13 @@ def empty_tests(path: Path) -> Iterator[str]:
 
 
 def claims(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a test asserts, expects an error, or calls a helper that says it checks."""
+    """Whether a test asserts, expects an error, or calls a helper that checks or waits for it."""
     if any(isinstance(node, ast.Assert) for node in ast.walk(test)):
         return True
     return bool(
-        re.search(r"raises\(|\b\w*(check|expect|verify|assert|until)\w*\(", ast.unparse(test))
+        re.search(
+            r"raises\(|\b\w*(check|expect|verify|assert|until|refused|wait)\w*\(", ast.unparse(test)
+        )
     )
 
 
