@@ -145,13 +145,32 @@ def test_a_service_can_be_run_as_a_module(service: str) -> None:
 def log_calls() -> Iterator[tuple[str, ast.expr | None]]:
     """Where something is logged, and the expression that names the event."""
     for path in product_files():
+        aliases = set(log_aliases(tree(path)))
         for node in ast.walk(tree(path)):
-            match node:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id="log"), attr=level), args=args):
-                    if level in LOG_LEVELS:
-                        yield at(path, node), next(iter(args), None)
-                case _:
-                    pass
+            if isinstance(node, ast.Call) and (
+                is_log_method(node.func)
+                or (isinstance(node.func, ast.Name) and node.func.id in aliases)
+            ):
+                yield at(path, node), next(iter(node.args), None)
+
+
+def log_aliases(module: ast.Module) -> Iterator[str]:
+    """Names given a choice of levels: `report = log.warning if failed else log.info`."""
+    for node in ast.walk(module):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp(body=body)):
+                if is_log_method(body):
+                    yield name
+            case _:
+                pass
+
+
+def is_log_method(node: ast.expr) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="log"), attr=level):
+            return level in LOG_LEVELS
+        case _:
+            return False
 
 
 def event_names(expression: ast.expr | None) -> list[str]:
