@@ -263,7 +263,7 @@ class TrainerService:
             await self._peers.publish(version, str(segment.path))
             self._announced = (version, segment)
         self._membership.applied_version = version
-        log.info("version.published", version=version, duration_s=self._publisher.copy_s)
+        log.info("version.published", policy_version=version, duration_s=self._publisher.copy_s)
 
     async def _watch_announcement(self) -> None:
         """Announce the current version again to a coordinator that was restarted without it."""
@@ -278,7 +278,9 @@ class TrainerService:
                     missing = version
                 else:
                     await self._peers.publish(version, str(segment.path))
-                    log.info("version.published", version=version, reason="coordinator_restarted")
+                    log.info(
+                        "version.published", policy_version=version, reason="coordinator_restarted"
+                    )
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────
 
