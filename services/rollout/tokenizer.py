@@ -83,7 +83,7 @@ def load_tokenizer(path: str) -> ChatTokenizer:
         ConfigError: there is none, or it has no chat template.
     """
     # Imported late: it takes a second, and tests and the simulator bring their own tokenizer.
-    from transformers import AutoTokenizer  # noqa: PLC0415
+    from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
         raise ConfigError(f"model.path: {path} is not a directory")

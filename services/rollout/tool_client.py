@@ -43,8 +43,11 @@ R = TypeVar("R", bound=Message)
 
 OPEN_DEADLINE_S = 60.0
 """For a free session; a server that is full for longer is too small for the run."""
-OPEN_ATTEMPT_S = 30.0
+OPEN_LIMIT_S = 30.0
 """One reset of an environment."""
+ATTEMPT_MAX_S = 10.0
+"""One request; past it, it is sent again and joins the work that the first one began, so a lost
+message costs seconds and not the whole limit."""
 ANSWER_MARGIN_S = 10.0
 """On top of the limit of the call itself: transit, and waiting for a free thread."""
 RECOVERY_S = 30.0
@@ -118,8 +121,9 @@ class ToolClient:
         """
         deadline_s = _now_s() + OPEN_DEADLINE_S
         refused: frozenset[str] = frozenset()
+        server: Member | None = None
         for pause_s in _backoff():
-            server = choose_server(
+            server = server or choose_server(
                 self._membership.members.values(),
                 environment,
                 open_sessions=self._open_sessions,
@@ -128,10 +132,12 @@ class ToolClient:
             problem = f"no tool server serves environment {environment!r}"
             if server is not None:
                 request = self._opening(session_id, environment, task, server.name)
-                answer = await self._try(server, request, OPEN_ATTEMPT_S)
+                answer = await self._open_at(server, request)
                 if isinstance(answer, SessionOpened):
-                    return self._opened(session_id, server.name, answer)
-                problem, refused = f"tool server {server.name}: {answer}", refused | {server.name}
+                    return SessionRef(session_id, server.name), answer
+                problem = f"tool server {server.name}: {answer}"
+                if not isinstance(answer, RequestTimeout):  # Else it may be at work on it.
+                    refused, server = refused | {server.name}, None
             if _now_s() + pause_s > deadline_s:
                 raise ToolError(f"{problem} (waited {OPEN_DEADLINE_S:g} s)")
             await asyncio.sleep(pause_s)
@@ -145,8 +151,9 @@ class ToolClient:
             ToolError: the server is gone, or does not answer as it should.
         """
         request = self._opening(session.session_id, environment, task, session.server, resume=True)
-        answer = await self._ask(session.server, request, OPEN_ATTEMPT_S)
-        self._opened(session.session_id, session.server, answer)
+        answer = await self._ask(session.server, request, OPEN_LIMIT_S)
+        _check_opened(session.server, answer)
+        self._open_sessions[session.server] += 1
         return answer
 
     async def call(
@@ -218,24 +225,29 @@ class ToolClient:
             resume=resume,
         )
 
-    def _opened(
-        self, session_id: str, server: str, answer: SessionOpened
-    ) -> tuple[SessionRef, SessionOpened]:
-        for tool in answer.tools:
-            _check_schema(server, tool.name, tool.parameters)
-        if answer.failure is None and not answer.messages:
-            raise ToolError(f"tool server {server} opened a session without a prompt")
-        self._open_sessions[server] += 1
-        return SessionRef(session_id, server), answer
+    async def _open_at(
+        self, server: Member, request: OpenSession
+    ) -> SessionOpened | TransportError | RequestRefused:
+        self._open_sessions[server.name] += 1  # Before the answer, so that a burst is spread.
+        opened = False
+        try:
+            answer = await self._try(server, request, ATTEMPT_MAX_S)
+            if isinstance(answer, SessionOpened):
+                _check_opened(server.name, answer)
+                opened = True
+            return answer
+        finally:
+            if not opened:
+                self._open_sessions[server.name] -= 1
 
-    async def _ask(self, server: str, request: Request[R], attempt_s: float) -> R:
+    async def _ask(self, server: str, request: Request[R], limit_s: float) -> R:
         """Ask a server by name; again as long as it does not answer, until it had time to return.
 
         Raises:
             SessionLost: it does not know the session.
             ToolError: it answered nothing, or what is no answer.
         """
-        deadline_s = _now_s() + attempt_s + RECOVERY_S
+        deadline_s = _now_s() + limit_s + RECOVERY_S
         for pause_s in _backoff():
             left_s = deadline_s - _now_s()
             try:
@@ -243,7 +255,7 @@ class ToolClient:
             except PeerUnreachable as error:
                 raise ToolError(f"tool server {server} is gone") from error
             left_s = max(deadline_s - _now_s(), BACKOFF_MIN_S)
-            answer = await self._try(member, request, min(left_s, attempt_s))
+            answer = await self._try(member, request, min(left_s, ATTEMPT_MAX_S))
             if not isinstance(answer, Exception):
                 return answer
             if _now_s() + pause_s >= deadline_s:
@@ -274,14 +286,17 @@ class ToolClient:
             raise ToolError(f"tool server {member.name}: {error}") from error
 
 
-def _check_schema(server: str, tool: str, parameters: str) -> None:
-    try:
-        schema = json.loads(parameters)
-        usable = isinstance(schema.get("properties", {}), dict)
-    except (ValueError, AttributeError, RecursionError):
-        usable = False
-    if not usable:
-        raise ToolError(f"tool server {server}: the parameters of {tool} are no JSON schema")
+def _check_opened(server: str, answer: SessionOpened) -> None:
+    if answer.failure is None and not answer.messages:
+        raise ToolError(f"tool server {server} opened a session without a prompt")
+    for tool in answer.tools:
+        try:
+            schema = json.loads(tool.parameters)
+            usable = isinstance(schema.get("properties", {}), dict)
+        except (ValueError, AttributeError, RecursionError):
+            usable = False
+        if not usable:
+            raise ToolError(f"tool server {server}: parameters of {tool.name} are no JSON schema")
 
 
 def _backoff() -> Iterable[float]:

@@ -18,7 +18,7 @@ from common.config import (
     ToolServerConfig,
 )
 from common.messages.base import R, Request
-from common.messages.coordinator import Manifest
+from common.messages.coordinator import GetFleet, Manifest, MemberStatus
 from common.messages.rollout import AssignTrajectory
 from common.messages.scheduler import TrajectoryResult, TurnFinished
 from common.service import Runtime, Service
@@ -33,7 +33,7 @@ from services.rollout.worker import Worker
 from tests.support.chat import tiny_chat
 from tests.support.peers import FakeScheduler, FakeTools
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sim import serving, sim_config, until
+from tests.support.sim import COORDINATOR, serving, sim_config, until
 
 TINY = tiny_chat()
 END = "<|end|>"
@@ -114,21 +114,6 @@ def manifest(version: int) -> Manifest:
     )
 
 
-class WorkerProcess:
-    """A rollout process whose engine is up already."""
-
-    def __init__(
-        self, runtime: Runtime, engine: ScriptedEngine, tokenizer: HuggingFaceTokenizer
-    ) -> None:
-        config = runtime.config
-        parser = PARSERS[config.rollout.tool_format]
-        renderer = Renderer(tokenizer, parser, config.model.path)
-        self._worker = Worker(runtime, config.buckets[0], engine, renderer)
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        await self._worker.run(stopping)
-
-
 @dataclass
 class Cluster:
     """A worker and its peers. `async with` runs them."""
@@ -139,6 +124,12 @@ class Cluster:
     config: Config = field(default_factory=rollout_config)
     tokenizer: HuggingFaceTokenizer = TINY
     network: SimNetwork = field(default_factory=lambda: SimNetwork(0))
+    build: Callable[[Runtime], Service] | None = None
+    """Makes the rollout process; by default one whose engine is up already."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Asks the worker to stop, as SIGTERM would."""
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """The worker has returned."""
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator["Cluster"]:
@@ -146,18 +137,67 @@ class Cluster:
         async with contextlib.AsyncExitStack() as stack:
             run_dir = stack.enter_context(tempfile.TemporaryDirectory())
             serve = self._serve_on(stack, Path(run_dir))
-            await serve("coordinator", "coordinator", CoordinatorService)
+            self._coordinator = await serve("coordinator", "coordinator", CoordinatorService)
             self._caller = await serve("scheduler", "scheduler", self.scheduler)
             self.server = await serve("tools", "calculator", self.tools)
-            self.worker = await serve("rollout", "short-0", self._worker)
+            self.worker = await serve("rollout", "short-0", self.build or self)
             await until(lambda: bool(self.scheduler.reports))
             yield self
+
+    @property
+    def scheduler_identity(self) -> str:
+        """On the mesh."""
+        return self._caller.mesh.identity
 
     async def ask(self, request: Request[R]) -> R:
         """Ask the worker, as the scheduler or the coordinator would."""
         mesh = self._caller.mesh
         peer = await mesh.connect(self.worker.mesh.address, timeout_s=5)
         return await mesh.request(peer, request, timeout_s=20)
+
+    def __call__(self, runtime: Runtime) -> "Cluster":
+        """Be the rollout process, with an engine that is up already."""
+        config = runtime.config
+        parser = PARSERS[config.rollout.tool_format]
+        renderer = Renderer(self.tokenizer, parser, config.model.path)
+        self._worker = Worker(runtime, config.buckets[0], self.engine, renderer)
+        return self
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Run the worker until its process or the test says stop."""
+        async with asyncio.TaskGroup() as tasks:
+            relay = tasks.create_task(self._relay(stopping))
+            await self._worker.run(self.stopping)
+            self.stopped.set()
+            relay.cancel()
+
+    async def _relay(self, stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        self.stopping.set()
+
+    async def fleet(self) -> dict[str, MemberStatus]:
+        """What the coordinator knows, by name of the process."""
+        mesh = self._caller.mesh
+        peer = await mesh.connect(COORDINATOR, timeout_s=5)
+        fleet = await mesh.request(peer, GetFleet(), timeout_s=5)
+        return {status.member.name: status for status in fleet.members}
+
+    @contextlib.asynccontextmanager
+    async def restarted(self, role: str) -> AsyncGenerator[None]:
+        """A second incarnation of the scheduler or coordinator; `async with` ends it."""
+        old = {"scheduler": self._caller, "coordinator": self._coordinator}[role]
+        builds = {"scheduler": self.scheduler, "coordinator": CoordinatorService}
+        self.network.kill(old.mesh.identity)
+        async with serving(
+            self.network,
+            role,
+            role,
+            builds[role],  # type: ignore[arg-type]
+            config=self.config,
+            run_dir=self._coordinator.run_dir,
+            incarnation=2,
+        ):
+            yield
 
     @contextlib.asynccontextmanager
     async def restarted_tools(self) -> AsyncGenerator[None]:
@@ -174,9 +214,6 @@ class Cluster:
         result = self.scheduler.turns[-1].result
         assert result is not None
         return result
-
-    def _worker(self, runtime: Runtime) -> WorkerProcess:
-        return WorkerProcess(runtime, self.engine, self.tokenizer)
 
     def _serve_on(
         self, stack: contextlib.AsyncExitStack, run_dir: Path
