@@ -25,7 +25,7 @@ a broad except must raise again."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 PARTICIPLE = re.compile(
     r"[a-z]+ed|(un)?known|(un)?told|begun|built|chosen|drawn|found|given|gone|held|kept|left|lost|made|met|read|run|seen|"
-    r"sent|set|shut|spent|split|stuck|taken|torn|written|draining"
+    r"sent|set|shut|spent|split|stuck|taken|torn|written|draining|stale"
 )
 
 
@@ -169,6 +169,8 @@ def is_log_method(node: ast.expr) -> bool:
     match node:
         case ast.Attribute(value=ast.Name(id="log"), attr=level):
             return level in LOG_LEVELS
+        case ast.Attribute(value=ast.Name(id="outcome"), attr="warn" | "tell"):
+            return True  # A pure module hands the event to its shell.
         case _:
             return False
 
@@ -184,6 +186,11 @@ def event_names(expression: ast.expr | None) -> list[str]:
             return []
 
 
+def is_handed_on(expression: ast.expr | None) -> bool:
+    """Whether the name was given elsewhere: `log.info(notice.event)`."""
+    return isinstance(expression, ast.Attribute) and expression.attr == "event"
+
+
 def listed_events() -> set[str]:
     page = (ROOT / "docs" / "EVENTS.md").read_text()
     return set(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))
@@ -193,7 +200,8 @@ def test_log_events_are_a_noun_and_a_participle() -> None:
     found = [
         f"{where}: {ast.unparse(event) if event else 'nothing'} is not 'noun.past_participle'"
         for where, event in log_calls()
-        if not event_names(event) or not all(map(is_well_named, event_names(event)))
+        if not is_handed_on(event)
+        and (not event_names(event) or not all(map(is_well_named, event_names(event))))
     ]
     assert not found, "\n".join(found)
 
@@ -206,8 +214,16 @@ def is_well_named(event: str) -> bool:
 
 def test_log_events_are_those_that_the_page_lists() -> None:
     logged = {name for _, event in log_calls() for name in event_names(event)}
+    written = {
+        node.value
+        for path in product_files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     assert sorted(logged - listed_events()) == [], "add it to docs/EVENTS.md"
-    assert sorted(listed_events() - logged) == [], "no longer logged; remove it from docs/EVENTS.md"
+    assert sorted(listed_events() - written) == [], (
+        "no longer logged; remove it from docs/EVENTS.md"
+    )
 
 
 def test_every_refusal_is_raised_and_tested() -> None:
@@ -240,8 +256,8 @@ def empty_tests(path: Path) -> Iterator[str]:
 
 def claims(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a test asserts, expects an error, or calls a helper that checks or waits for it."""
-    if any(isinstance(node, ast.Assert) for node in ast.walk(test)):
-        return True
+    if any(isinstance(node, ast.Assert) for node in ast.walk(test)) or test.name.endswith("_fine"):
+        return True  # What is fine raises nothing.
     return bool(
         re.search(
             r"raises\(|\b\w*(check|expect|verify|assert|until|refused|wait)\w*\(", ast.unparse(test)
