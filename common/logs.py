@@ -27,7 +27,7 @@ def configure_logs(service: str, worker: str, *, level: str = "INFO") -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level)),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         logger_factory=structlog.WriteLoggerFactory(file=_flushing(sys.stderr)),
         cache_logger_on_first_use=True,
     )

@@ -5,7 +5,6 @@ registration brings the whole truth again.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,6 +39,7 @@ class Membership:
 
     def __init__(self, runtime: Runtime, labels: dict[str, str] | None = None) -> None:
         self._mesh = runtime.mesh
+        self._pid = runtime.pid
         self._coordinator_address = runtime.coordinator_address
         self._lease_s = runtime.config.coordinator.lease_s
         self._me = Member(
@@ -150,7 +150,7 @@ class Membership:
         )
         reply = await self._mesh.request(
             coordinator,
-            Register(member=self._me, pid=os.getpid(), version=self.applied_version),
+            Register(member=self._me, pid=self._pid, version=self.applied_version),
             timeout_s=CONNECT_TIMEOUT_S,
         )
         self._lease_s = reply.lease_s

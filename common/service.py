@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -54,6 +54,8 @@ class Runtime:
     mesh: Mesh
     coordinator_address: Callable[[], str]
     """Read again at each (re)connection: a restarted coordinator may listen elsewhere."""
+    pid: int = field(default_factory=os.getpid)
+    """For people; a simulation gives its own."""
 
 
 class Service(Protocol):

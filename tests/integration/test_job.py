@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Job, make_job, running
+from tests.support.jobs import Job, make_job, poll_until, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -74,12 +74,7 @@ def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
         job.wait_for_steps(1)
         job.process.kill()
         job.process.communicate()
-        names = set(job.processes())
-        deadline_s = 30.0
-        while job.processes() and deadline_s > 0:
-            deadline_s -= 0.2
-            pytest.importorskip("time").sleep(0.2)
-        assert job.processes() == {}, f"of {names}"
+        poll_until(lambda: job.processes() == {}, 30)
         assert leftovers(job) == []
 
 

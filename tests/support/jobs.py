@@ -122,13 +122,13 @@ class Job:
         self.wait_until(lambda: self.steps() >= count, f"{count} steps", timeout_s)
 
     def wait_until(self, reached: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Poll real processes, which cannot wake a test, for something they do."""
-        deadline = time.monotonic() + timeout_s
-        while not reached():
+        """Wait for something that the running job does."""
+
+        def look() -> bool:
             assert self.process.poll() is None, f"ended before {what}: {self.wait()} {self.output}"
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.1)
+            return reached()
+
+        poll_until(look, timeout_s)
 
     def processes(self) -> dict[str, int]:
         """Pids of this job's processes by name, launcher excluded."""
@@ -137,6 +137,14 @@ class Job:
     def kill(self, name: str) -> None:
         """SIGKILL one process by its name."""
         os.kill(self.processes()[name], signal.SIGKILL)
+
+
+def poll_until(reached: Callable[[], bool], timeout_s: float) -> None:
+    """Look at other processes, which cannot wake a test, until they have done something."""
+    deadline = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ async def process(
             name=name,
             mesh=mesh,
             coordinator_address=lambda: COORDINATOR,
+            pid=incarnation,
         )
 
 
