@@ -41,7 +41,7 @@ from services.tools.sdk import (
     Transcript,
     set_call_limit,
 )
-from services.tools.sessions import Session, Sessions
+from services.tools.sessions import GRADE, OPEN, Session, Sessions
 from services.tools.threads import NoThreadFree, StillRunning, Threads
 
 log = structlog.get_logger()
@@ -123,7 +123,7 @@ class ToolHost:
                 state=Held(environment, asyncio.Lock()),
             )
             self._sessions.add(session)
-        return await self._once(session, "open", partial(self._reset, session, request))
+        return await self._once(session, OPEN, partial(self._reset, session, request))
 
     async def call_tool(self, _sender: str, request: CallTool) -> ToolReturned:
         """Run one tool. Idempotent by call id."""
@@ -134,7 +134,7 @@ class ToolHost:
     async def grade_session(self, _sender: str, request: GradeSession) -> SessionGraded:
         """Grade a session. The first result is kept."""
         session = self._sessions.touch(request.session_id, self._now_s())
-        return await self._once(session, "grade", partial(self._grade, session, request))
+        return await self._once(session, GRADE, partial(self._grade, session, request))
 
     def close_session(self, _sender: str, request: CloseSession) -> SessionClosed:
         """Forget a session at once; what it holds is freed in the background."""

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
@@ -23,8 +24,11 @@ class Offer:
     """What one target serves."""
 
     environments: Mapping[str, type[Environment]]
-    tools: Mapping[str, Mapping[str, Tool]]
-    """By environment and tool name."""
+
+    @cached_property
+    def tools(self) -> Mapping[str, Mapping[str, Tool]]:
+        """By environment and tool name."""
+        return {name: tools_of(environment) for name, environment in self.environments.items()}
 
 
 def load_target(target: str) -> Offer:
@@ -44,8 +48,9 @@ def load_target(target: str) -> Offer:
         environments[found.name] = found
     if not environments:
         raise ConfigError(f"{target}: serves no environment; {_advice(module)}")
-    tools = {name: tools_of(environment) for name, environment in environments.items()}
-    return Offer(environments, tools)
+    offer = Offer(environments)
+    assert offer.tools  # Two tools of one name are found now, not at the first call.
+    return offer
 
 
 def _import(target: str) -> ModuleType:

@@ -3,7 +3,6 @@
 Only bookkeeping: what is in a session, and what its replies are, is the caller's.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -12,8 +11,10 @@ from common.errors import Refusal, RequestRefused
 S = TypeVar("S")
 R = TypeVar("R")
 
-REPLIES_KEPT = 64
-"""Per session. A caller repeats its latest request only, so older replies are never asked for."""
+CALLS_KEPT = 64
+"""Replies to calls, per session. A caller repeats its latest request only."""
+OPEN, GRADE = "open", "grade"
+"""Operations that a session has once; their replies are kept for as long as it is open."""
 
 
 @dataclass
@@ -27,14 +28,15 @@ class Session(Generic[S, R]):
     state: S
     running: int = 0
     """Operations that have begun and not ended; while there are any the session is in use."""
-    replies: OrderedDict[str, R] = field(default_factory=OrderedDict[str, R])
+    replies: dict[str, R] = field(default_factory=dict[str, R])
     """By operation, so that a repeated request gets the first one's reply."""
 
     def keep(self, operation: str, reply: R) -> None:
-        """Remember a reply; the oldest ones make room."""
+        """Remember a reply; that of the oldest call makes room."""
         self.replies[operation] = reply
-        while len(self.replies) > REPLIES_KEPT:
-            self.replies.popitem(last=False)
+        calls = [name for name in self.replies if name not in (OPEN, GRADE)]
+        if len(calls) > CALLS_KEPT:
+            del self.replies[calls[0]]
 
 
 class Sessions(Generic[S, R]):

@@ -33,7 +33,6 @@ from services.tools.sdk import (
     ToolFault,
     Transcript,
     tool,
-    tools_of,
 )
 
 LIMIT_S = 0.05
@@ -125,7 +124,7 @@ class Broken(Lab):
         raise OSError("no index")
 
 
-OFFER = Offer({"lab": Lab, "broken": Broken}, {"lab": tools_of(Lab), "broken": tools_of(Broken)})
+OFFER = Offer({"lab": Lab, "broken": Broken})
 
 
 @contextlib.asynccontextmanager
@@ -333,6 +332,17 @@ async def test_an_environment_that_cannot_be_reset_is_our_failure_and_holds_no_p
         assert reply.failure is FailureKind.ENVIRONMENT
         assert detail in reply.detail
         assert host.describe("worker", DescribeServer()).sessions == 0
+
+
+async def test_a_session_that_is_gone_is_not_resumed_as_a_fresh_one() -> None:
+    async with hosted() as host:
+        await opened(host)
+        resuming = opening().model_copy(update={"resume": True})
+        assert (await host.open_session("other worker", resuming)).messages[0].content == "q"
+        host.close_session("worker", CloseSession(session_id="s"))
+        with pytest.raises(RequestRefused) as refused:
+            await host.open_session("other worker", resuming)
+        assert refused.value.refusal is Refusal.NOT_FOUND
 
 
 async def test_an_unknown_environment_is_refused() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Refusal, RequestRefused
-from services.tools.sessions import REPLIES_KEPT, Session, Sessions
+from services.tools.sessions import CALLS_KEPT, OPEN, Session, Sessions
 
 TTL_S = 10.0
 events = st.lists(
@@ -73,9 +73,10 @@ def test_one_id_cannot_name_sessions_of_two_environments() -> None:
     assert refused.value.refusal is Refusal.INVALID
 
 
-def test_only_the_latest_replies_are_kept() -> None:
+def test_only_the_latest_calls_are_kept_but_always_how_it_was_opened() -> None:
     held = session("a")
-    for number in range(REPLIES_KEPT + 5):
+    held.keep(OPEN, "reply")
+    for number in range(CALLS_KEPT + 5):
         held.keep(f"call {number}", "reply")
-    assert len(held.replies) == REPLIES_KEPT
-    assert "call 4" not in held.replies
+    assert list(held.replies)[:2] == [OPEN, "call 5"]
+    assert len(held.replies) == CALLS_KEPT + 1
