@@ -57,7 +57,7 @@ class Segment:
 
     def tensors(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Each tensor as a view of the mapping, which the views keep alive."""
-        import torch  # Not at import: the fake engine checks segments without torch.
+        import torch
 
         for spec in self.manifest.tensors:
             dtype = getattr(torch, SAFETENSORS_DTYPES[spec.dtype])

@@ -1,5 +1,6 @@
 """vLLM behind the engine protocol: its engine core and workers are child processes."""
 
+# vLLM is imported late: its environment must be set first, and it takes ten seconds.
 # vLLM is untyped where it matters here; strict mode would only repeat that.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
@@ -7,11 +8,10 @@
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -36,6 +36,8 @@ log = structlog.get_logger()
 
 CORE_TIMEOUT_S = 60.0
 """A pause takes one decode step and a swap a second or two; past this the engine core hangs."""
+CLOSE_TIMEOUT_S = 6.0
+"""Then the child processes are killed."""
 STREAM_INTERVAL = 8
 """Tokens between two outputs of a request: each costs the event loop a task switch."""
 FINISH_REASONS = {
@@ -54,9 +56,7 @@ class VllmEngine:
         self.context_tokens_max = config.model.context_tokens
         self._config, self._bucket, self._cpus = config, bucket, cpus
         self._accounting = Accounting(bucket.kv_tokens, _loop_time)
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-start")
-        """Its thread starts the child processes. They are killed when that thread ends (see
-        `vllm_plugin.die_with`), so it lives as long as the engine."""
+        self._starter: _Starter | None = None
         self._llm: Any = None
         self._broken = ""
         self._paused = False
@@ -66,29 +66,24 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Start the child processes; seconds to minutes, in a thread of its own."""
-        os.environ.update(
-            vllm_settings.environment(self._cpus, self._bucket.tensor_parallel)
-        )
+        os.environ.update(vllm_settings.environment(self._cpus, self._bucket.tensor_parallel))
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would override our exact size.
         timeout_s = self._config.rollout.start_timeout_s
-        loop = asyncio.get_running_loop()
+        self._starter = _Starter(self._config, self._bucket)
         try:
             async with asyncio.timeout(timeout_s):
-                self._llm = await loop.run_in_executor(
-                    self._starter, _build, self._config, self._bucket
-                )
+                self._llm = await self._starter.started()
         except TimeoutError as error:
             raise EngineError(f"vLLM was not ready within {timeout_s:g} s") from error
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
-            raise EngineError(f"vLLM did not start: {error}") from error
 
     async def aclose(self) -> None:
         """End the child processes. Idempotent."""
         llm, self._llm = self._llm, None
         self._broken = self._broken or "closed"
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown, 0)
-        self._starter.shutdown(wait=False)
+            await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
+        if self._starter is not None:
+            self._starter.closed.set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue one context; vLLM's own abort follows when this is cancelled."""
@@ -232,16 +227,16 @@ class VllmEngine:
             await self._llm.start_weight_update()
             try:
                 await self._llm.update_weights(update)
-            except Exception as error:
-                # A worker's exception arrives as a bare `Exception`. It maps the file first.
-                if not Path(manifest.segment).exists():
+            except Exception as error:  # A worker's exception arrives as a bare one.
+                # The worker maps the file before it touches the model.
+                if not os.path.exists(manifest.segment):  # noqa: ASYNC240, PTH110  in memory
                     raise VersionGone(manifest.version) from error
                 self._broken = f"weights of version {manifest.version} are half loaded"
                 raise EngineError(self._broken) from error
             await self._llm.finish_weight_update(str(manifest.version))
 
     @asynccontextmanager
-    async def _core_call(self, what: str) -> AsyncIterator[None]:
+    async def _core_call(self, what: str) -> AsyncGenerator[None]:
         """A call that changes the engine core: cut short, its state is unknown."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -257,6 +252,41 @@ class VllmEngine:
         except asyncio.CancelledError:
             self._broken = f"{what} was interrupted"
             raise
+
+
+class _Starter:
+    """The thread that starts the child processes, and stays.
+
+    They are killed when the thread that started them ends (see `vllm_plugin.die_with`), so it
+    lives as long as the engine.
+    """
+
+    def __init__(self, config: Config, bucket: BucketConfig) -> None:
+        self.closed = threading.Event()
+        self._config, self._bucket = config, bucket
+        self._llm: Any = None
+        self._error: Exception | None = None
+
+    async def started(self) -> Any:
+        """Start the thread, and wait for the engine."""
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        threading.Thread(
+            target=self._run, args=(lambda: loop.call_soon_threadsafe(ready.set),), daemon=True
+        ).start()
+        await ready.wait()
+        llm, self._llm = self._llm, None
+        if llm is None:
+            raise EngineError(f"vLLM did not start: {self._error}") from self._error
+        return llm
+
+    def _run(self, ready: Callable[[], object]) -> None:
+        try:
+            self._llm = _build(self._config, self._bucket)
+        except Exception as error:  # noqa: BLE001  vLLM raises anything; it all means the same.
+            self._error = error
+        ready()
+        self.closed.wait()
 
 
 @dataclass

@@ -1,9 +1,12 @@
 """What vLLM loads in each of its processes (entry point `vllm.general_plugins`)."""
 
+# pyright: reportUnknownMemberType=false
+
 import ctypes
 import multiprocessing
 import os
 import signal
+from contextlib import suppress
 
 BACKEND = "libra"
 """Name of our weight-transfer backend in vLLM's registry."""
@@ -15,9 +18,11 @@ def register() -> None:
 
     vLLM may call this more than once in a process.
     """
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+    )
 
-    if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    with suppress(ValueError):  # Registered already.
         WeightTransferEngineFactory.register_engine(
             BACKEND, "services.rollout.vllm_backend", "SegmentTransfer"
         )

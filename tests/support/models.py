@@ -1,6 +1,7 @@
 """Tiny random models and their segments, made in a moment."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +26,7 @@ State = dict[str, torch.Tensor]
 def make_tiny_model(path: Path, *, tied: bool, seed: int = 0, context_tokens: int = 512) -> Path:
     """Save a random model with a character tokenizer: Llama when tied, Qwen2 when not."""
     tokenizer = char_tokenizer()
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -47,7 +48,7 @@ def make_tiny_model(path: Path, *, tied: bool, seed: int = 0, context_tokens: in
     return path
 
 
-def untied_qwen(shape: dict[str, object]) -> Qwen2ForCausalLM:
+def untied_qwen(shape: dict[str, Any]) -> Qwen2ForCausalLM:
     """Qwen2 has attention biases, which Llama has not."""
     return Qwen2ForCausalLM(Qwen2Config(**shape))
 
