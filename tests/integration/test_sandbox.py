@@ -1,6 +1,7 @@
 """The sandbox, judged by what the host sees: exit statuses, clocks, processes and files."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -12,9 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from common.config import ToolServerConfig
 from common.errors import ConfigError
+from common.messages.tools import GradeSession, OpenSession
+from common.trajectory import FailureKind
+from services.tools.host import ToolHost
 from services.tools.jail import Limits
+from services.tools.registry import Offer
 from services.tools.sandbox import Sandbox, SandboxResult, SandboxStatus
+from services.tools.sdk import Environment, InfrastructureFailure, Transcript
 from services.tools.seccomp import seccomp_program
 
 OK, FAILED, KILLED, TIMEOUT, FLOOD = SandboxStatus
@@ -188,6 +195,67 @@ def test_many_runs_share_the_slots(sandbox: Sandbox) -> None:
         return [await each for each in runs]
 
     assert [result.stdout for result in asyncio.run(scenario())] == [f"{i}\n" for i in range(12)]
+
+
+class CodeGrader(Environment):
+    """Grades with code that may do anything, so it runs in the sandbox."""
+
+    name = "code"
+    sandbox: Sandbox
+
+    def reset(self, task: dict[str, str]) -> str:
+        self.grader = task["grader"]
+        return "q"
+
+    async def grade(self, trajectory: Transcript) -> float:
+        result = await self.sandbox.run_python(self.grader, timeout_s=SHORT_S, limits=LIMITS)
+        if result.status is not OK:
+            raise InfrastructureFailure(f"the grader's code ended with {result.status}")
+        return float(result.stdout)
+
+
+GRADERS = {
+    "print(0.5)": (0.5, None),
+    "while True: pass": (None, FailureKind.GRADER),
+    "import os\nwhile True: os.fork()": (None, FailureKind.GRADER),
+    "x = bytearray(10 << 30)": (None, FailureKind.GRADER),
+    "print('one')": (None, FailureKind.GRADER),
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("grader", GRADERS)
+async def test_a_hostile_grader_ends_as_a_typed_failure(sandbox: Sandbox, grader: str) -> None:
+    CodeGrader.sandbox = sandbox
+    async with asyncio.TaskGroup() as tasks:
+        host = ToolHost(
+            ToolServerConfig(name="code", target="code"), Offer({"code": CodeGrader}), tasks
+        )
+        row = json.dumps({"grader": grader})
+        opening = OpenSession(session_id="s", environment="code", task=row, ttl_s=60.0)
+        await host.open_session("w", opening)
+        grade = GradeSession(session_id="s", turns=[], stop_reason="answered", timeout_s=10.0)
+        graded = await host.grade_session("w", grade)
+        assert (graded.reward, graded.failure) == GRADERS[grader]
+
+
+@needs_bwrap
+async def test_a_sandbox_that_is_gone_is_our_failure() -> None:
+    for bwrap in ("/nonexistent/bwrap", "/usr/bin/false"):
+        broken = Sandbox(bwrap, "/usr/bin/python3", slots=1)
+        with pytest.raises(InfrastructureFailure, match="the sandbox"):
+            await broken.run_python("print(1)", timeout_s=TIMEOUT_S)
+
+
+@needs_bwrap
+async def test_a_full_sandbox_is_our_failure() -> None:
+    single = await Sandbox.open(slots=1)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(single.run_python("while True: pass", timeout_s=SHORT_S))
+        await asyncio.sleep(0)
+        with pytest.raises(InfrastructureFailure, match="overloaded"):
+            await single.run_python("print(1)", timeout_s=TIMEOUT_S, slot_wait_s=0.05)
+    assert (await running).status is TIMEOUT
 
 
 OWNER = """

@@ -32,6 +32,7 @@ from common.toml_write import to_toml
 from common.trajectory import FailureKind, ToolStatus
 from common.transport.zmq import ZmqTransport
 from services.coordinator.service import CoordinatorService
+from services.tools.host import STUCK_MAX
 from tests.support.sim import sim_config
 
 RUN_ID = "tools-test"
@@ -99,16 +100,18 @@ class Worker:
     def __init__(self, membership: Membership, server: Member) -> None:
         self.membership, self.server = membership, server
 
-    async def open(self, environment: str) -> None:
+    async def open(self, environment: str, session_id: str = "s") -> None:
         task = '{"question": "37+48", "answer": "85"}'
-        request = OpenSession(session_id="s", environment=environment, task=task, ttl_s=60.0)
+        request = OpenSession(session_id=session_id, environment=environment, task=task, ttl_s=60.0)
         reply = await self.membership.request(self.server, request, timeout_s=10)
         assert reply.messages[0].content == "37+48"
 
-    async def call(self, tool: str, timeout_s: float = 10.0, **arguments: object) -> ToolReturned:
+    async def call(
+        self, tool: str, timeout_s: float = 10.0, session_id: str = "s", **arguments: object
+    ) -> ToolReturned:
         text = json.dumps(arguments)
         request = CallTool(
-            session_id="s", call_id=text, tool=tool, arguments=text, timeout_s=timeout_s
+            session_id=session_id, call_id=text, tool=tool, arguments=text, timeout_s=timeout_s
         )
         return await self.membership.request(self.server, request, timeout_s=timeout_s + 10)
 
@@ -198,6 +201,17 @@ async def test_a_grader_that_never_returns_is_a_typed_failure(tmp_path: Path) ->
         graded = await worker.grade("x", timeout_s=0.2)
         assert (graded.reward, graded.failure) == (None, FailureKind.GRADER)
         assert (await worker.call("nap", seconds=0)).content == "slept"
+
+
+async def test_a_server_with_too_many_stuck_threads_ends_and_says_why(tmp_path: Path) -> None:
+    async with working(tmp_path, written(tmp_path, SERVER)) as (worker, process):
+        for number in range(STUCK_MAX + 1):
+            await worker.open("slow", f"s{number}")
+            stuck = await worker.call("nap", 0.05, f"s{number}", seconds=60)
+            assert stuck.status is ToolStatus.TIMEOUT
+        code, text = await ended(process)
+        assert code == 1
+        assert "9 calls never returned" in text
 
 
 async def ended(process: Process) -> tuple[int | None, str]:

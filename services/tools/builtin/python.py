@@ -57,7 +57,7 @@ def shown(result: SandboxResult) -> str:
         case SandboxStatus.OK:
             return printed
         case SandboxStatus.TIMEOUT:
-            raise ToolTimeout(f"the code did not end within {result.wall_s:.0f} s{before}")
+            raise ToolTimeout(f"the code did not end within {result.wall_s:.1f} s{before}")
         case SandboxStatus.FLOOD:
             raise ToolFault("the code printed far too much and was stopped")
         case SandboxStatus.KILLED:

@@ -123,7 +123,7 @@ def test_the_model_sees_what_its_code_printed() -> None:
 def test_the_model_sees_why_its_code_failed() -> None:
     with pytest.raises(ToolFault, match=r"^NameError: x\nPrinted before: 1$"):
         shown(result(SandboxStatus.FAILED, "1\n", "Traceback\n  line\nNameError: x\n"))
-    with pytest.raises(ToolTimeout, match="did not end within 2 s"):
+    with pytest.raises(ToolTimeout, match=r"did not end within 2\.0 s"):
         shown(result(SandboxStatus.TIMEOUT))
     for status in (SandboxStatus.FLOOD, SandboxStatus.KILLED):
         with pytest.raises(ToolFault):
