@@ -391,8 +391,9 @@ class ZmqTransport:
             # Whoever sends without a hello believes in a connection that ended here.
             self._say(_Connection(link, route), "bye", "connection reset")
         elif content is not None:
-            self._receive(batch)
-            batch.clear()
+            if batch:  # What came before the control frame is heard before it acts.
+                self._receive(list(batch))
+                batch.clear()
             self._take_control(link, route, cast("object", content))
 
     def _take_control(self, link: Link, route: bytes, content: object) -> None:

@@ -265,9 +265,11 @@ def test_a_handler_that_cancels_itself_is_a_failure_at_once(net: Net) -> None:
 
 def test_an_unknown_kind_is_refused_as_invalid_and_logged(net: Net) -> None:
     async def scenario(caller: Mesh, server: Mesh, peer: str, counter: Counter) -> None:
-        with structlog.testing.capture_logs() as logs:
-            with pytest.raises(RequestRefused, match="Unserved is not served") as caught:
-                await caller.request(peer, Unserved(), timeout_s=LIMIT_S)
+        with (
+            structlog.testing.capture_logs() as logs,
+            pytest.raises(RequestRefused, match="Unserved is not served") as caught,
+        ):
+            await caller.request(peer, Unserved(), timeout_s=LIMIT_S)
         assert caught.value.refusal is Refusal.INVALID
         assert [entry["event"] for entry in logs] == ["mesh.request_refused"]
 
@@ -302,17 +304,20 @@ def test_a_bug_in_a_handler_ends_who_entered_the_mesh(net: Net, coroutine: bool)
         return buggy(sender, request)
 
     async def serve(address: asyncio.Future[str]) -> None:
+        async with net.mesh("server") as server:
+            server.serve(Count, buggy_later if coroutine else buggy)
+            address.set_result(server.address)
+            await asyncio.Event().wait()
+
+    async def serve_until_the_bug(address: asyncio.Future[str]) -> None:
         with pytest.raises(ExceptionGroup) as caught:
-            async with net.mesh("server") as server:
-                server.serve(Count, buggy_later if coroutine else buggy)
-                address.set_result(server.address)
-                await asyncio.Event().wait()
+            await serve(address)
         assert caught.group_contains(ZeroDivisionError)
 
     async def scenario() -> None:
         address = asyncio.get_running_loop().create_future()
         async with net.mesh("caller") as caller, asyncio.TaskGroup() as tasks:
-            tasks.create_task(serve(address))
+            tasks.create_task(serve_until_the_bug(address))
             peer = await caller.connect(await address, timeout_s=LIMIT_S)
             with pytest.raises((PeerUnreachable, RequestRefused)):
                 await caller.request(peer, Count(step=1), timeout_s=LIMIT_S)
@@ -324,32 +329,31 @@ def test_a_bug_in_a_lost_peer_callback_ends_who_entered_the_mesh(net: Net) -> No
     def buggy(peer: str, reason: str) -> None:
         raise ZeroDivisionError
 
-    async def scenario() -> None:
-        with pytest.raises(ExceptionGroup) as caught:
-            async with net.mesh("survivor") as survivor:
-                survivor.on_peer_lost(buggy)
-                async with net.mesh("victim") as victim:
-                    await survivor.connect(victim.address, timeout_s=LIMIT_S)
-                await asyncio.Event().wait()
-        assert caught.group_contains(ZeroDivisionError)
+    async def survive() -> None:
+        async with net.mesh("survivor") as survivor:
+            survivor.on_peer_lost(buggy)
+            async with net.mesh("victim") as victim:
+                await survivor.connect(victim.address, timeout_s=LIMIT_S)
+            await asyncio.Event().wait()
 
-    net.run(scenario())
+    with pytest.raises(ExceptionGroup) as caught:
+        net.run(survive())
+    assert caught.group_contains(ZeroDivisionError)
 
 
 def test_losing_the_peer_fails_its_calls_at_once_and_tells(net: Net) -> None:
     async def scenario() -> None:
-        counter, lost = Counter(), list[str]()
+        counter, lost = Counter(), asyncio.Queue[str]()
         async with net.mesh("caller") as caller:
-            caller.on_peer_lost(lambda peer, reason: lost.append(peer))
+            caller.on_peer_lost(lambda peer, reason: lost.put_nowait(peer))
             async with asyncio.TaskGroup() as tasks, net.mesh("server") as server:
                 server.serve(Count, counter.count_when_released)
                 peer = await caller.connect(server.address, timeout_s=LIMIT_S)
                 call = tasks.create_task(_expect_gone(caller, peer))
                 await counter.started.wait()
             assert call.done()
-            while not lost:
-                await asyncio.sleep(0.001)
-            assert lost == [peer]
+            async with asyncio.timeout(LIMIT_S):
+                assert await lost.get() == peer
 
     net.run(scenario())
 
