@@ -238,7 +238,7 @@ class Book:
         """
         for group in self.groups.in_line():
             if self._last_step(group) < step:
-                outcome.warn("group.stale", group_id=group.row.group_id, step=step)
+                outcome.warn("group.expired", group_id=group.row.group_id, step=step)
                 self.groups.drop(group, "stale", outcome)
 
     def _last_step(self, group: Group) -> float:

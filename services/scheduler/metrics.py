@@ -123,7 +123,7 @@ def early_warnings(row: Mapping[str, float], *, step: int) -> list[EarlyWarning]
     if share > ZERO_VARIANCE_SHARE_MAX:
         warnings.append(
             EarlyWarning(
-                "groups.without_signal",
+                "signal.missed",
                 "training.group_size or sampling.temperature (raise), or tasks.path (other "
                 "difficulty)",
                 share,

@@ -7,9 +7,10 @@ decided in `ledger.py`.
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from common.errors import LedgerError
 from services.scheduler.records import (
@@ -40,13 +41,13 @@ RowT = TypeVar("RowT", bound=Row)
 
 def columns(row_type: type[Row]) -> tuple[str, ...]:
     """Column names in field order."""
-    return tuple(row_type.__dataclass_fields__)
+    return tuple(item.name for item in fields(row_type))
 
 
 def _create_sql(row_type: type[Row]) -> str:
     parts = [
-        f"{name} {SQL_TYPES.get(item.type, '')}".rstrip()  # pyright: ignore[reportCallIssue, reportArgumentType]
-        for name, item in row_type.__dataclass_fields__.items()
+        f"{item.name} {SQL_TYPES.get(cast('type', item.type), '')}".rstrip()
+        for item in fields(row_type)
     ]
     key = ", ".join(row_type.KEY)
     return f"CREATE TABLE {row_type.TABLE} ({', '.join(parts)}, PRIMARY KEY ({key}))"
