@@ -33,6 +33,8 @@ from services.rollout.tool_client import SessionRef, ToolClient
 
 log = structlog.get_logger()
 
+INLINE_TOKENS_MAX = 16_384
+"""Longer transcripts are decoded in a thread: the event loop must go on."""
 PROBE_TIMEOUT_S = 30.0
 """For an engine that failed a request to show that it still works."""
 
@@ -252,18 +254,25 @@ class Trajectory:
     async def _grade(self, reason: StopReason) -> TrajectoryResult:
         self._blamed = FailureKind.GRADER
         assert self._session is not None
+        if len(self._context) <= INLINE_TOKENS_MAX:
+            transcript = self._transcript()
+        else:
+            transcript = await asyncio.to_thread(self._transcript)
+        graded = await self._with.tools.grade(self._session, transcript, reason.value)
+        if graded.failure is not None:
+            return _failed(graded.failure, graded.detail)
+        return TrajectoryResult(stop_reason=reason, reward=graded.reward, scores=graded.scores)
+
+    def _transcript(self) -> list[TranscriptTurn]:
+        """All turns as text, of earlier workers too: always decoded from the tokens."""
         renderer = self._with.renderer
-        transcript = [
+        return [
             TranscriptTurn(
                 action=renderer.action_text(turn.action),
                 observation=renderer.text(turn.observation),
             )
             for turn in self._turns
         ]
-        graded = await self._with.tools.grade(self._session, transcript, reason.value)
-        if graded.failure is not None:
-            return _failed(graded.failure, graded.detail)
-        return TrajectoryResult(stop_reason=reason, reward=graded.reward, scores=graded.scores)
 
     async def _record(self, result: TrajectoryResult | None) -> TurnRecorded | None:
         asked, draft, session = self._assignment, self._draft, self._session
@@ -324,7 +333,7 @@ async def _works(engine: Engine, context: Sequence[int]) -> bool:
     """Whether an engine that failed one request can still be used at all."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await engine.score(tuple(context[:2]))
+            await engine.score((context[0], context[0]))
     except (EngineError, TimeoutError):
         return False
     return True

@@ -9,12 +9,19 @@ from hypothesis import strategies as st
 
 from common.clock import run_sim
 from common.errors import EngineError, Refusal, RequestRefused
-from common.messages.tools import ChatMessage, SessionGraded, SessionOpened, ToolReturned
+from common.messages.tools import (
+    CallTool,
+    ChatMessage,
+    SessionClosed,
+    SessionGraded,
+    SessionOpened,
+    ToolReturned,
+)
 from common.trajectory import FailureKind, StopReason, ToolStatus, unpack_tokens
 from services.rollout.engine import GenerateRequest
 from services.rollout.loop import turn_seed
 from tests.support.chat import chatml
-from tests.support.peers import CALCULATOR, FakeTools, returns
+from tests.support.peers import CALCULATOR, Call, FakeTools, returns
 from tests.support.rollout import (
     END,
     TINY,
@@ -215,6 +222,57 @@ def test_further_calls_of_a_turn_are_reported_to_the_model() -> None:
     assert len(cluster.tools.calls) == 1
     shown = TINY.decode(unpack_tokens(cluster.scheduler.turns[0].observation_tokens))
     assert "only the first call" in shown
+
+
+def refuses(refusal: Refusal) -> Call:
+    def call(_request: CallTool) -> ToolReturned:
+        raise RequestRefused(refusal, "no")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        FakeTools(call=refuses(Refusal.FAILED)),
+        FakeTools(call=refuses(Refusal.INVALID)),
+        FakeTools(call=lambda _request: SessionClosed()),  # type: ignore[arg-type,return-value]
+        FakeTools(opened_as=SessionClosed()),  # type: ignore[arg-type]
+    ],
+    ids=["failed", "invalid", "garbage for a result", "garbage for a session"],
+)
+def test_a_server_that_breaks_its_promise_is_a_failure_of_ours(tools: FakeTools) -> None:
+    result = play(Cluster(says(CALL, ANSWER), tools))
+    assert (result.failure, result.reward) == (FailureKind.TOOL, None)
+    assert "calculator" in result.detail
+
+
+def test_a_busy_server_gets_the_call_again() -> None:
+    refusals = iter([Refusal.OVERLOADED, Refusal.DRAINING, Refusal.NOT_READY])
+
+    def call(request: CallTool) -> ToolReturned:
+        for refusal in refusals:
+            raise RequestRefused(refusal)
+        return returns("4")(request)
+
+    cluster = Cluster(says(CALL, ANSWER), FakeTools(call=call))
+    assert play(cluster).reward == 1.0
+    assert {request.call_id for request in cluster.tools.calls} == {"0"}
+
+
+def test_an_opening_without_an_answer_is_sent_again_to_the_same_server() -> None:
+    async def scenario() -> None:
+        cluster = Cluster(says(ANSWER))
+        async with cluster.running():
+            one, other = cluster.worker.mesh.identity, cluster.server.mesh.identity
+            cluster.network.partition(one, other)
+            await cluster.ask(assign())
+            await asyncio.sleep(15)
+            cluster.network.heal(one, other)
+            assert (await cluster.result()).reward == 1.0
+            assert {opening.session_id for opening in cluster.tools.openings} == {"t0-1"}
+
+    run_sim(scenario())
 
 
 def test_a_full_server_is_asked_again() -> None:

@@ -155,3 +155,18 @@ def test_a_model_directory_without_a_usable_tokenizer_is_named(tmp_path) -> None
         load_tokenizer(str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="no tokenizer that loads"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path) -> None:
+    tokenizer = tiny_chat()._tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).end_tokens == TINY.end_tokens
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_merges_across_turns_is_refused() -> None:
+    """Here the end of an action and the end of its turn would become one token."""
+    tokenizer = chatml(CHATML_TEMPLATE.replace("<|im_end|>", "r"))
+    assert "merge tokens across turns" in refused(tokenizer, "tags")
