@@ -8,60 +8,28 @@ How a socket is driven is in `common.transport.zmq_link`; only these two modules
 
 import asyncio
 import itertools
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self, cast
 
 import structlog
 import zmq
 from pydantic import ValidationError
 
-from common.codec import explain, pack, unpack, validate
+from common.codec import explain, unpack, validate
 from common.errors import ConfigError, PeerUnreachable, ProtocolError
 from common.identity import Identity
-from common.messages.base import PROTOCOL_VERSION, Message
-from common.transport.base import QUEUE_BYTES_MAX, QUEUE_PAYLOADS_MAX, PeerLost, Receive
+from common.messages.base import PROTOCOL_VERSION
+from common.transport.base import PeerLost, Receive
+from common.transport.zmq_frames import PROBE, Connection, Control, control_frame
 from common.transport.zmq_link import RETRY_MS, Frame, Link, Socket
 
 log = structlog.get_logger()
 
-FRAME_PAYLOADS_MAX = 256
-FRAME_BYTES_SOFT = 1 << 20
-"""Payloads packed into one frame stop here, so that one peer's backlog is no giant message."""
 WATCHDOG_S = 1.0
 PROBE_S, PROBES = 0.005, 4
 """A broken connection is reported a moment before its route is gone, so probing is repeated."""
 SOCKETS_MAX = 16_384
 COMPLAINTS_MAX = 1024
-PROBE = pack(None)
-
-
-class Control(Message):
-    """A frame that is about the connection itself."""
-
-    what: str
-    """`hello` from who dials; `welcome` or `refuse` from who listens; `bye` from either."""
-    identity: str
-    """The sender's."""
-    protocol_version: int
-    detail: str = ""
-
-
-@dataclass(eq=False, slots=True)
-class _Connection:
-    """One way to a peer, and what waits to be written to it."""
-
-    link: Link
-    route: bytes
-    """Routing id at our ROUTER; empty at a DEALER."""
-    peer: str = ""
-    """Identity of the other side, once it shook hands."""
-    payloads: deque[bytes] = field(default_factory=deque[bytes])
-    payload_bytes: int = 0
-    frame: bytes = b""
-    """Made, and not yet taken by ZeroMQ."""
-    waiting: bool = False
-    """Among the dirty or the blocked ones."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +39,7 @@ class _Dial:
     address: str
     identity: asyncio.Future[str]
     """Of who answers."""
-    connection: _Connection
+    connection: Connection
     waiters: int = 0
 
 
@@ -80,10 +48,10 @@ class _Peer:
     """A process that shook hands, over one connection or over one in each direction."""
 
     identity: str
-    outgoing: _Connection
+    outgoing: Connection
     """The first connection, for as long as the peer lives: order is kept within one."""
     dial: _Dial | None = None
-    incoming: _Connection | None = None
+    incoming: Connection | None = None
 
 
 class ZmqTransport:
@@ -96,13 +64,13 @@ class ZmqTransport:
         self._bind = bind
         self._run_id = Identity.parse(identity).run_id
         self._peers: dict[str, _Peer] = {}
-        self._incoming: dict[bytes, _Connection] = {}
+        self._incoming: dict[bytes, Connection] = {}
         """Connections of peers that dialled us, by routing id."""
         self._dials: dict[str, _Dial] = {}
         self._dials_by_link: dict[Link, _Dial] = {}
         self._dial_numbers = itertools.count()
-        self._dirty: list[_Connection] = []
-        self._blocked: list[_Connection] = []
+        self._dirty: list[Connection] = []
+        self._blocked: list[Connection] = []
         """What ZeroMQ took no more from; tried again when a descriptor moves."""
         self._flush_scheduled = False
         self._complaints: dict[tuple[str, str], None] = {}
@@ -161,7 +129,7 @@ class ZmqTransport:
         self._dials[address] = self._dials_by_link[dial.connection.link] = dial
         return dial
 
-    def _open(self, address: str) -> _Connection:
+    def _open(self, address: str) -> Connection:
         """Open a socket to an address; its hello waits until somebody is there."""
         socket = self._context.socket(zmq.DEALER)
         # The number makes each connection its own route. With the bare identity the ROUTER
@@ -174,7 +142,7 @@ class ZmqTransport:
             link.close()
             raise PeerUnreachable(address, str(error)) from error
         link.start()
-        connection = _Connection(link, b"")
+        connection = Connection(link, b"")
         self._say(connection, "hello")
         return connection
 
@@ -198,23 +166,23 @@ class ZmqTransport:
         if dial.identity.done():
             return
         peer = self._peers.get(identity)
+        if peer and peer.dial:  # The same process under another address; it heard the last.
+            self._lose(peer, "it was connected again")
+            peer = None
         if peer is None:
             peer = self._peers[identity] = _Peer(identity, dial.connection)
-        if peer.dial is None:
-            peer.dial = dial
-            dial.connection.peer = identity
-        else:
-            self._close_dial(dial)  # The same process under another address.
+        peer.dial = dial
+        dial.connection.peer = identity
         dial.identity.set_result(identity)
 
     def _accept(self, route: bytes, hello: Control) -> None:
         if problem := self._problem(route, hello):
             self._complain(hello.identity, problem)
-            self._say(_Connection(self._router, route), "refuse", problem)
+            self._say(Connection(self._router, route), "refuse", problem)
             return
         connection = self._incoming.get(route)
         if connection is None:
-            connection = _Connection(self._router, route, hello.identity)
+            connection = Connection(self._router, route, hello.identity)
             self._incoming[route] = connection
             peer = self._peers.get(hello.identity)
             if peer and peer.incoming:
@@ -284,11 +252,10 @@ class ZmqTransport:
         if self._probes_left:
             self._loop.call_later(PROBE_S, self._probe)
 
-    def _unroutable(self, connection: _Connection) -> None:
-        connection.frame = b""
-        connection.payloads.clear()
-        if self._incoming.pop(connection.route, None) is connection:
-            self._loop.call_soon(self._lose, self._peers[connection.peer], "connection closed")
+    def _unroutable(self, connection: Connection) -> None:
+        connection.clear()
+        if lost := self._incoming.pop(connection.route, None):
+            self._loop.call_soon(self._lose, self._peers[lost.peer], "connection closed")
 
     # Sending.
 
@@ -297,16 +264,13 @@ class ZmqTransport:
         found = self._peers.get(peer)
         if found is None:
             raise PeerUnreachable(peer, "not connected")
-        connection, size = found.outgoing, len(payload)
-        queued = len(connection.payloads)
-        if queued >= QUEUE_PAYLOADS_MAX or connection.payload_bytes + size > QUEUE_BYTES_MAX:
+        connection = found.outgoing
+        if not connection.put(payload):
             raise PeerUnreachable(peer, "queue full")
-        connection.payloads.append(payload)
-        connection.payload_bytes += size
         if not connection.waiting:
             self._mark(connection)
 
-    def _mark(self, connection: _Connection) -> None:
+    def _mark(self, connection: Connection) -> None:
         """Write this connection at the end of the loop turn."""
         connection.waiting = True
         self._dirty.append(connection)
@@ -314,13 +278,10 @@ class ZmqTransport:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
-    def _say(self, connection: _Connection, what: str, detail: str = "") -> None:
+    def _say(self, connection: Connection, what: str, detail: str = "") -> None:
         """Write a control frame after everything queued, or in its place if that is stuck."""
         self._write(connection)
-        control = Control(
-            what=what, identity=self.identity, protocol_version=PROTOCOL_VERSION, detail=detail
-        )
-        connection.frame = pack(control)
+        connection.frame = control_frame(what, self.identity, detail)
         self._write(connection)
         self._loop.call_soon(connection.link.recheck)
 
@@ -336,17 +297,15 @@ class ZmqTransport:
         for link in touched:
             link.recheck()
 
-    def _write(self, connection: _Connection) -> None:
-        link, route = connection.link, connection.route
-        while (connection.frame or connection.payloads) and not link.closed:
-            frame = connection.frame or _next_frame(connection)
+    def _write(self, connection: Connection) -> None:
+        link = connection.link
+        while not link.closed and (frame := connection.next_frame()):
             try:
-                taken = link.send(route, frame)
+                taken = link.send(connection.route, frame)
             except ConnectionError:
                 self._unroutable(connection)
                 return
             if not taken:
-                connection.frame = frame
                 if not connection.waiting:
                     connection.waiting = True
                     self._blocked.append(connection)
@@ -389,7 +348,7 @@ class ZmqTransport:
                 batch.append((peer, payload))
         elif isinstance(content, list) and route:
             # Whoever sends without a hello believes in a connection that ended here.
-            self._say(_Connection(link, route), "bye", "connection reset")
+            self._say(Connection(link, route), "bye", "connection reset")
         elif content is not None:
             if batch:  # What came before the control frame is heard before it acts.
                 self._receive(list(batch))
@@ -426,15 +385,3 @@ class ZmqTransport:
         self._watchdog = self._loop.call_later(WATCHDOG_S, self._watch)
         for link in (self._router, *self._dials_by_link):
             self.lost_edges += link.lost_edge()
-
-
-def _next_frame(connection: _Connection) -> bytes:
-    """Pack as many queued payloads as one frame should hold."""
-    queue = connection.payloads
-    payloads = [queue.popleft()]
-    size = len(payloads[0])
-    while queue and len(payloads) < FRAME_PAYLOADS_MAX and size < FRAME_BYTES_SOFT:
-        payloads.append(queue.popleft())
-        size += len(payloads[-1])
-    connection.payload_bytes -= size
-    return pack(payloads)

@@ -17,8 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 DRAIN_FRAMES_MAX = 256
 """Frames read before the loop gets a turn; some milliseconds of work."""
-HIGH_WATER_FRAMES = 1000
-"""Safety net inside ZeroMQ; the queues above it are bounded by `common.transport.base`."""
+HIGH_WATER_FRAMES = 128
+"""Safety net inside ZeroMQ; the queues above it are bounded by `common.transport.base`. Frames
+grow under pressure, so few are enough."""
 FRAME_BYTES_MAX = 512 << 20
 LINGER_MS = 200
 """For a last word to leave a closing socket; also bounds how long leaving the network takes."""

@@ -29,11 +29,12 @@ def run(request: pytest.FixtureRequest) -> Run:
 class Stranger:
     """A bare DEALER that says what it wants."""
 
-    def __init__(self, address: str, route: str) -> None:
+    def __init__(self, address: str, route: str, *, frames_max: int = 1000) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.set(zmq.ROUTING_ID, route.encode())
         self.socket.set(zmq.LINGER, LINGER_MS)
+        self.socket.set(zmq.RCVHWM, frames_max)
         self.socket.set(zmq.RCVTIMEO, int(LIMIT_S * 1000))
         self.socket.connect(address)
 
@@ -60,15 +61,27 @@ def hello(identity: str, version: int = PROTOCOL_VERSION, **more: object) -> byt
     return pack({"what": "hello", "identity": identity, "protocol_version": version, **more})
 
 
-def listen() -> tuple[ZmqTransport, list[tuple[str, bytes]]]:
-    transport, received = ZmqTransport(str(new_identity("run", "role", "us"))), []
-    transport.receive_with(received.extend, lambda peer, reason: None)
-    return transport, received
+class Heard:
+    """What a transport received."""
+
+    def __init__(self) -> None:
+        self.payloads: list[tuple[str, bytes]] = []
+        self.something = asyncio.Event()
+
+    def receive(self, batch: list[tuple[str, bytes]]) -> None:
+        self.payloads += batch
+        self.something.set()
+
+
+def listen() -> tuple[ZmqTransport, Heard]:
+    transport, heard = ZmqTransport(str(new_identity("run", "role", "us"))), Heard()
+    transport.receive_with(heard.receive, lambda peer, reason: None)
+    return transport, heard
 
 
 def test_a_stranger_with_a_proper_hello_is_a_peer(run: Run, strangers: list[Stranger]) -> None:
     async def scenario() -> None:
-        transport, received = listen()
+        transport, heard = listen()
         async with transport:
             strangers.append(Stranger(transport.address, "run/role/them/00/0"))
             await strangers[0].say(hello("run/role/them/00"))
@@ -76,7 +89,7 @@ def test_a_stranger_with_a_proper_hello_is_a_peer(run: Run, strangers: list[Stra
             await strangers[0].say(pack([b"one", b"two"]))
             await strangers[0].say(hello("run/role/them/00"))
             assert (await strangers[0].hear())["what"] == "welcome"
-            assert received == [("run/role/them/00", b"one"), ("run/role/them/00", b"two")]
+            assert heard.payloads == [("run/role/them/00", b"one"), ("run/role/them/00", b"two")]
 
     run(scenario())
 
@@ -110,7 +123,7 @@ def test_garbage_is_dropped_and_logged_and_the_next_peer_is_served(
     run: Run, strangers: list[Stranger]
 ) -> None:
     async def scenario() -> None:
-        transport, received = listen()
+        transport, heard = listen()
         async with transport:
             strangers.append(Stranger(transport.address, "run/role/them/00/0"))
             with structlog.testing.capture_logs() as logs:
@@ -129,7 +142,7 @@ def test_garbage_is_dropped_and_logged_and_the_next_peer_is_served(
                 assert (await strangers[0].hear())["what"] == "welcome"
             assert {entry["event"] for entry in logs} == {"mesh.peer_refused"}
             assert len(logs) >= 5
-            assert [payload for _, payload in received] in ([b"good"], [])
+            assert [payload for _, payload in heard.payloads] in ([b"good"], [])
 
     run(scenario())
 
@@ -138,12 +151,57 @@ def test_payloads_before_the_hello_are_answered_with_bye(
     run: Run, strangers: list[Stranger]
 ) -> None:
     async def scenario() -> None:
-        transport, received = listen()
+        transport, heard = listen()
         async with transport:
             strangers.append(Stranger(transport.address, "run/role/them/00/0"))
             await strangers[0].say(pack([b"let me in"]))
             assert (await strangers[0].hear())["what"] == "bye"
-            assert not received
+            assert not heard.payloads
+
+    run(scenario())
+
+
+async def fill(transport: ZmqTransport, peer: str, sent: list[bytes]) -> None:
+    payload = bytes(1 << 20)
+    while True:
+        transport.send(peer, payload)
+        sent.append(payload)
+        await asyncio.sleep(0)
+
+
+def test_a_peer_that_does_not_read_fills_its_own_queue_only(
+    run: Run, strangers: list[Stranger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.transport.zmq_link.HIGH_WATER_FRAMES", 8)
+    monkeypatch.setattr("common.transport.zmq_frames.QUEUE_BYTES_MAX", 16 << 20)
+
+    async def scenario() -> None:
+        (us, _), (other, heard), sent = listen(), listen(), list[bytes]()
+        async with us, other, asyncio.timeout(LIMIT_S):
+            await us.connect(other.address, timeout_s=LIMIT_S)
+            strangers.append(Stranger(us.address, "run/role/stuck/00/0", frames_max=8))
+            await strangers[0].say(hello("run/role/stuck/00"))
+            assert (await strangers[0].hear())["what"] == "welcome"
+            with pytest.raises(PeerUnreachable, match="queue full"):
+                await fill(us, "run/role/stuck/00", sent)
+            assert 16 <= len(sent) < 64
+            us.send(other.identity, b"and you?")
+            await heard.something.wait()
+            us.disconnect("run/role/stuck/00")
+
+    run(scenario())
+
+
+def test_dialling_one_process_under_two_addresses_leaves_one_connection(run: Run) -> None:
+    async def scenario() -> None:
+        (a, _), (b, heard) = listen(), listen()
+        async with a, b, asyncio.timeout(LIMIT_S):
+            first = await a.connect(b.address, timeout_s=LIMIT_S)
+            other_address = b.address.replace("127.0.0.1", "localhost")
+            assert await a.connect(other_address, timeout_s=LIMIT_S) == first == b.identity
+            a.send(first, b"through")
+            await heard.something.wait()
+            assert heard.payloads == [(a.identity, b"through")]
 
     run(scenario())
 
@@ -186,13 +244,12 @@ def test_the_watchdog_revives_a_socket_whose_edge_was_lost(
     monkeypatch.setattr(transport_module, "WATCHDOG_S", 0.01)
 
     async def scenario() -> None:
-        (a, _), (b, _), arrived = listen(), listen(), asyncio.Event()
-        b.receive_with(lambda batch: arrived.set(), lambda peer, reason: None)
+        (a, _), (b, heard) = listen(), listen()
         async with a, b, asyncio.timeout(LIMIT_S):
             await a.connect(b.address, timeout_s=LIMIT_S)
             asyncio.get_running_loop().remove_reader(b._router._fd)
             a.send(b.identity, b"unannounced")
-            while not arrived.is_set():
+            while not heard.something.is_set():
                 b._router._get(zmq.EVENTS)  # Swallows the edge, as an unchecked send would.
                 await asyncio.sleep(0.005)
             assert b.lost_edges == 1
