@@ -18,7 +18,8 @@ from common.errors import ConfigError
 from common.messages.tools import GradeSession, OpenSession
 from common.trajectory import FailureKind
 from services.tools.host import ToolHost
-from services.tools.jail import Limits
+from services.tools.jail import PRELUDE, Limits, find_python
+from services.tools.orphans import end_orphans
 from services.tools.registry import Offer
 from services.tools.sandbox import Sandbox, SandboxResult, SandboxStatus
 from services.tools.sdk import Environment, InfrastructureFailure, Transcript
@@ -140,7 +141,7 @@ def test_cpu_time_that_is_used_up_is_a_timeout(sandbox: Sandbox) -> None:
         sandbox.run_python("while True: pass", timeout_s=20, limits=Limits(cpu_s=1))
     )
     assert result.status is TIMEOUT
-    assert result.cpu_s == pytest.approx(1.0, abs=0.3)
+    assert result.wall_s < 19
 
 
 @needs_bwrap
@@ -281,8 +282,39 @@ def test_a_killed_server_leaves_no_sandbox_behind(sandbox: Sandbox, seen: int) -
         await_until(lambda: len(in_sandbox(marker)) >= seen)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
+    await_until(lambda: not running_code(marker))
+    asyncio.run(Sandbox.open())  # The next server ends a jailer that bubblewrap left waiting.
     await_until(lambda: not processes_with(marker))
-    assert run(sandbox, "print(1)").status is OK
+
+
+@needs_bwrap
+def test_a_new_server_leaves_the_sandboxes_of_a_living_one_alone(sandbox: Sandbox) -> None:
+    async def scenario() -> SandboxResult:
+        marker = f"living-{os.getpid()}"
+        async with asyncio.TaskGroup() as tasks:
+            code = f"# {marker}\nimport time; time.sleep(0.5); print(1)"
+            running = tasks.create_task(sandbox.run_python(code, timeout_s=TIMEOUT_S))
+            while not in_sandbox(marker):  # noqa: ASYNC110 - nothing announces it.
+                await asyncio.sleep(0)
+            await Sandbox.open()
+        return await running
+
+    assert asyncio.run(scenario()).status is OK
+
+
+def test_a_jailer_is_ended_only_when_its_server_is_gone() -> None:
+    command = ["/x/bwrap", "-c", "import time; time.sleep(60)", PRELUDE]
+    with subprocess.Popen(command, executable=find_python(), stdin=subprocess.PIPE) as jailer:
+        await_until(lambda: bool(processes_with("/x/bwrap")))
+        assert end_orphans("/x/bwrap") == 0
+        assert jailer.stdin
+        jailer.stdin.close()
+        assert end_orphans("/x/bwrap") == 1
+        assert jailer.wait(10) == -signal.SIGKILL
+
+
+def running_code(marker: str) -> list[str]:
+    return [line for line in in_sandbox(marker) if "bwrap" not in line.split()[0]]
 
 
 def in_sandbox(marker: str) -> list[str]:

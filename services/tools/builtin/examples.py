@@ -18,9 +18,9 @@ def _example(question: str, call: str, result: str, answer: str) -> Example:
 
 EXAMPLES: dict[str, Sequence[Example]] = {
     "calculator": (
-        _example("What is 12 + 30?", "12+30", "42", "42"),
-        _example("What is 7 * 8?", "7*8", "56", "56"),
-        _example("What is 95 - 18?", "95-18", "77", "77"),
+        _example("What is 58 + 24?", "58 + 24", "82", "82"),
+        _example("What is 91 - 36?", "91 - 36", "55", "55"),
+        _example("What is 23 * 17?", "23 * 17", "391", "391"),
     ),
     "python": (
         _example("What is 12 + 30?", "print(12+30)", "42", "42"),
