@@ -104,9 +104,10 @@ class ZmqTransport:
             self._close_dial(dial)
         self._watchdog.cancel()
         self._router.close()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)  # The sockets close in the next loop turn.
-        await asyncio.to_thread(self._context.term)
+        try:
+            await asyncio.sleep(0)  # The sockets close in the next loop turn.
+        finally:
+            await asyncio.to_thread(self._context.term)
 
     # Connecting.
 

@@ -1,6 +1,7 @@
 """What `common.mesh` promises, on ZeroMQ (both event loops) and on the simulated network."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import structlog
 import uvloop
 
 from common.clock import run_sim
-from common.codec import encode_reply, pack
+from common.codec import encode_refusal, encode_reply, pack
 from common.errors import (
     EngineError,
     PeerUnreachable,
@@ -358,9 +359,9 @@ def test_losing_the_peer_fails_its_calls_at_once_and_tells(net: Net) -> None:
     net.run(scenario())
 
 
-async def _expect_gone(caller: Mesh, peer: str) -> None:
+async def _expect_gone(caller: Mesh, peer: str, step: int = 1) -> None:
     with pytest.raises((PeerUnreachable, RequestRefused)):
-        await caller.request(peer, Count(step=1), timeout_s=LIMIT_S)
+        await caller.request(peer, Count(step=step), timeout_s=LIMIT_S)
 
 
 def test_losing_the_caller_cancels_its_handlers(net: Net) -> None:
@@ -446,6 +447,65 @@ def test_an_answer_to_nothing_or_to_somebody_elses_call_is_ignored(net: Net) -> 
         assert call.result().number == 1
 
     run_pair(net, scenario, slow)
+
+
+def test_an_unknown_refusal_is_a_protocol_error(net: Net) -> None:
+    async def scenario(caller: Mesh, server: Mesh, peer: str, counter: Counter) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(_expect_nonsense(caller, peer))
+            await counter.started.wait()
+            for call_id in range(5):
+                server._send(caller.identity, encode_refusal(call_id, "mood", ""))
+            await call
+
+    run_pair(net, scenario, slow)
+
+
+async def _expect_nonsense(caller: Mesh, peer: str) -> None:
+    with pytest.raises(ProtocolError, match="mood"):
+        await caller.request(peer, Count(step=1), timeout_s=LIMIT_S)
+
+
+def test_cancelling_a_call_that_was_just_refused_is_quiet(net: Net) -> None:
+    async def scenario(caller: Mesh, server: Mesh, peer: str, counter: Counter) -> None:
+        complaints: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(caller.request(peer, Count(step=1), timeout_s=LIMIT_S))
+            await counter.started.wait()
+            caller._fail_calls(peer, "as if it had been lost")
+            call.cancel()
+        gc.collect()
+        assert call.cancelled()
+        assert not complaints
+
+    run_pair(net, scenario, slow)
+
+
+def test_requests_after_a_bug_are_not_handled(net: Net) -> None:
+    handled: list[int] = []
+
+    def buggy(sender: str, request: Count) -> Counted:
+        handled.append(request.step)
+        raise ZeroDivisionError
+
+    async def ask_often(address: str) -> None:
+        async with net.mesh("caller") as caller, asyncio.TaskGroup() as tasks:
+            peer = await caller.connect(address, timeout_s=LIMIT_S)
+            for step in range(10):
+                tasks.create_task(_expect_gone(caller, peer, step))
+
+    async def serve() -> None:
+        async with asyncio.TaskGroup() as callers, net.mesh("server") as server:
+            server.serve(Count, buggy)
+            callers.create_task(ask_often(server.address))
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        net.run(serve())
+    assert caught.group_contains(ZeroDivisionError)
+    assert handled == [0]
 
 
 def test_the_reply_cache_is_bounded_by_count_and_age() -> None:

@@ -161,6 +161,51 @@ def test_payloads_before_the_hello_are_answered_with_bye(
     run(scenario())
 
 
+def test_a_hello_nobody_welcomed_is_said_again_to_whoever_listens_next(run: Run) -> None:
+    async def scenario() -> None:
+        context, (us, _), heard = zmq.Context(), listen(), asyncio.Event()
+        silent = context.socket(zmq.ROUTER)
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        async with us, asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+            address = f"tcp://127.0.0.1:{port}"
+            dialling = tasks.create_task(us.connect(address, timeout_s=LIMIT_S))
+            _, frame = await asyncio.to_thread(silent.recv_multipart)
+            assert unpack("us", frame)["what"] == "hello"
+            silent.close(linger=0)
+            context.term()
+            late = ZmqTransport(str(new_identity("run", "role", "late")), address)
+            late.receive_with(lambda batch: heard.set(), lambda peer, reason: None)
+            async with late:
+                assert await dialling == late.identity
+                us.send(late.identity, b"at last")
+                await heard.wait()
+
+    run(scenario())
+
+
+def test_what_is_no_address_is_unreachable(run: Run) -> None:
+    async def scenario() -> None:
+        us, _ = listen()
+        async with us:
+            with pytest.raises(PeerUnreachable):
+                await us.connect("nonsense", timeout_s=LIMIT_S)
+
+    run(scenario())
+
+
+def test_a_dial_that_is_given_up_leaves_nothing(run: Run) -> None:
+    async def scenario() -> None:
+        us, _ = listen()
+        async with us, asyncio.TaskGroup() as tasks:
+            dialling = tasks.create_task(us.connect("tcp://127.0.0.1:1", timeout_s=LIMIT_S))
+            await asyncio.sleep(0)
+            dialling.cancel()
+        assert not us._dials
+        assert not us._dials_by_link
+
+    run(scenario())
+
+
 async def fill(transport: ZmqTransport, peer: str, sent: list[bytes]) -> None:
     payload = bytes(1 << 20)
     while True:
