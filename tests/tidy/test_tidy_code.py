@@ -243,26 +243,32 @@ def test_every_test_claims_something() -> None:
 
 
 def empty_tests(path: Path) -> Iterator[str]:
+    functions = {
+        node.name: node
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     for node in ast.walk(tree(path)):
-        match node:
-            case ast.Assert(test=ast.Constant(value=value)) if value:
-                yield f"{at(path, node)}: asserts a constant"
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                if name.startswith("test_") and not claims(node):
-                    yield f"{at(path, node)}: {name} asserts nothing"
-            case _:
-                pass
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and node.test.value:
+            yield f"{at(path, node)}: asserts a constant"
+    for name, test in functions.items():
+        helpers = [functions[called] for called in calls(test) if called in functions]
+        if name.startswith("test_") and not any(map(claims, [test, *helpers])):
+            yield f"{at(path, test)}: {name} asserts nothing"
+
+
+def calls(test: ast.AST) -> set[str]:
+    """Names of the functions that are called directly."""
+    called = (node.func for node in ast.walk(test) if isinstance(node, ast.Call))
+    return {function.id for function in called if isinstance(function, ast.Name)}
 
 
 def claims(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a test asserts, expects an error, or calls a helper that checks or waits for it."""
     if any(isinstance(node, ast.Assert) for node in ast.walk(test)) or test.name.endswith("_fine"):
         return True  # What is fine raises nothing.
-    return bool(
-        re.search(
-            r"raises\(|\b\w*(check|expect|verify|assert|until|refused|wait)\w*\(", ast.unparse(test)
-        )
-    )
+    pattern = r"(raises|suppress)\(|\b\w*(check|expect|verify|assert|until|refused|wait)\w*\("
+    return bool(re.search(pattern, ast.unparse(test)))
 
 
 def test_assertions_are_on() -> None:
