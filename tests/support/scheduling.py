@@ -127,8 +127,8 @@ class Desk:
         self.lost: set[str] = set()
         """Workers that do not get what is sent to them."""
         self.trainers = 0
-        self.ghosts: list[tuple[str, str, int, int]] = []
-        """What killed workers held: peer, trajectory, lease and turn."""
+        self.ghosts: list[tuple[str, TurnFinished]] = []
+        """Turns that killed workers may still report, with their peer."""
         self.open()
 
     def open(self) -> None:
@@ -193,7 +193,10 @@ class Desk:
     def kill(self, name: str, *, noticed: bool = True) -> None:
         """SIGKILL and restart: a new incarnation with the newest weights and no memory."""
         old = self.workers[name]
-        self.ghosts += [(old.peer, i, held.lease, held.turn) for i, held in old.held.items()]
+        self.ghosts += [
+            (old.peer, make_turn(i, held.lease, held.turn, version=max(0, old.version)))
+            for i, held in old.held.items()
+        ]
         self.workers[name] = SimWorker(name, old.incarnation + 1, old.version, old.slots)
         if noticed:
             self.carry_out(self.book.worker_gone(old.peer, self.now))

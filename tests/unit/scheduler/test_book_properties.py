@@ -14,7 +14,7 @@ from common.weights import step_of
 from services.scheduler.book import Book
 from services.scheduler.records import ALIVE
 from services.scheduler.rules import Rules
-from tests.support.scheduling import Desk, failure, make_turn, reward, with_rules
+from tests.support.scheduling import Desk, failure, reward, with_rules
 
 ACTIONS = {
     "nothing": 1,
@@ -112,11 +112,12 @@ class Chaos:
         self._turn(number, failure())
 
     def hurry(self, number: int) -> None:
-        """Everything that is on a worker ends, and new work comes."""
+        """What is on a worker ends, but for a few slow ones, and new work comes."""
         pick = random.Random(number)
         for name, worker in self.desk.workers.items():
             for trajectory_id in sorted(worker.held):
-                if pick.random() < 0.9:
+                slow = random.Random(trajectory_id).random() < 0.2
+                if pick.random() < (0.3 if slow else 0.95):
                     self.desk.turn(name, trajectory_id, reward(float(pick.randint(0, 1))))
             self.desk.report(name)
         self.desk.work()
@@ -125,10 +126,10 @@ class Chaos:
         """A process that was thought dead, or is cut off, reports a turn."""
         if not self.desk.ghosts:
             return
-        peer, trajectory_id, lease, turn = self.desk.ghosts[number % len(self.desk.ghosts)]
-        known = self.desk.book.groups.trajectories.get(trajectory_id)
-        holds = known is not None and (known.row.lease, known.row.worker) == (lease, peer)
-        answer = self.desk.send_turn(peer, make_turn(trajectory_id, lease, turn))
+        peer, turn = self.desk.ghosts[number % len(self.desk.ghosts)]
+        known = self.desk.book.groups.trajectories.get(turn.trajectory_id)
+        holds = known is not None and (known.row.lease, known.row.worker) == (turn.lease, peer)
+        answer = self.desk.send_turn(peer, turn)
         assert holds or answer in ("not_found", "stale_fence")
 
     def repeat_turn(self, number: int) -> None:
