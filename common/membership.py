@@ -40,6 +40,7 @@ class Membership:
     def __init__(self, runtime: Runtime, labels: dict[str, str] | None = None) -> None:
         self._mesh = runtime.mesh
         self._pid = runtime.pid
+        self._began_s: float | None = None
         self._coordinator_address = runtime.coordinator_address
         self._lease_s = runtime.config.coordinator.lease_s
         self._me = Member(
@@ -171,6 +172,8 @@ class Membership:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._began_s is None:
+            self._began_s = loop.time()
         interval_s = self._lease_s / HEARTBEATS_PER_LEASE
         due = loop.time() + interval_s
         await asyncio.sleep(interval_s)
@@ -179,7 +182,7 @@ class Membership:
             number=self._number,
             loop_lag_s=self.loop_lag_s,
             busy_s=self.busy_s,
-            uptime_s=loop.time(),
+            uptime_s=loop.time() - self._began_s,
             version=self.applied_version,
         )
         try:

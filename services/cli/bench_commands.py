@@ -1,5 +1,6 @@
 """`libra bench …`: every claim about speed or numerics, as a command."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +34,20 @@ def onpolicy(
     from services.cli.bench_onpolicy import bench_onpolicy
 
     _finish(bench_onpolicy(engines=engine or ["torch", "vllm"]), as_json=as_json)
+
+
+@bench.command()
+def overlap(
+    *,
+    as_json: AsJson = False,
+    config: Annotated[Path, typer.Option(help="The job.")] = Path("configs/demo/demo.toml"),
+    steps: Annotated[int, typer.Option(min=5, help="Of each run.")] = 13,
+    rounds: Annotated[int, typer.Option(min=1, help="Of mesh and single loop.")] = 2,
+) -> None:
+    """The mesh against a single-process loop of the same model and engine."""
+    from services.cli.bench_overlap import bench_overlap
+
+    _finish(bench_overlap(config=config, steps=steps, rounds=rounds), as_json=as_json)
 
 
 def _finish(report: BenchReport, *, as_json: bool) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from common.mesh import Mesh
-from common.transport.zmq import ZmqTransport
 from rich.console import Console
 from rich.live import Live
 
@@ -17,6 +15,7 @@ from common.config import Config
 from common.errors import ConfigError, LibraError, RequestRefused, RunFailed, TransportError
 from common.identity import new_identity
 from common.membership import Membership
+from common.mesh import Mesh
 from common.messages.coordinator import Fleet, GetFleet
 from common.messages.scheduler import GetRunStatus, RunStatus
 from common.service import (
@@ -28,6 +27,7 @@ from common.service import (
     published_coordinator,
 )
 from common.toml_write import to_toml
+from common.transport.zmq import ZmqTransport
 from services.cli.children import Children
 from services.cli.plan import ProcessSpec, processes, spread_cores
 from services.cli.plot import plot_reward

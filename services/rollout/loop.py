@@ -9,13 +9,20 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
 from common.errors import EngineError, GradeError, ToolError
 from common.messages.rollout import AssignTrajectory
 from common.messages.scheduler import TrajectoryResult, TurnFinished, TurnRecorded
-from common.messages.tools import SessionOpened, ToolReturned, ToolSpec, TranscriptTurn
+from common.messages.tools import (
+    SessionGraded,
+    SessionOpened,
+    ToolReturned,
+    ToolSpec,
+    TranscriptTurn,
+)
 from common.trajectory import (
     FailureKind,
     StopReason,
@@ -25,11 +32,10 @@ from common.trajectory import (
     unpack_tokens,
 )
 from services.rollout.engine import Engine, FinishReason, GenerateRequest, Generation
-from services.rollout.journal import Journal
 from services.rollout.limits import Limits, Progress, next_budget, why_cut
 from services.rollout.parsers import MalformedCall, ParsedTurn, Parser, error_line, with_ignored
 from services.rollout.render import Renderer
-from services.rollout.tool_client import SessionRef, ToolClient
+from services.rollout.tool_client import SessionRef
 
 log = structlog.get_logger()
 
@@ -39,6 +45,48 @@ PROBE_TIMEOUT_S = 30.0
 """For an engine that failed a request to show that it still works."""
 
 
+class Tools(Protocol):
+    """The tool servers, as one trajectory sees them: `ToolClient`, or the servers in process."""
+
+    async def open(
+        self, session_id: str, environment: str, task: str
+    ) -> tuple[SessionRef, SessionOpened]:
+        """Open a session where the environment is served."""
+        ...
+
+    async def resume(self, session: SessionRef, environment: str, task: str) -> SessionOpened:
+        """Find a session again after a move."""
+        ...
+
+    async def call(
+        self, session: SessionRef, call_id: str, tool: str, arguments: str
+    ) -> ToolReturned:
+        """Run one tool."""
+        ...
+
+    async def grade(
+        self, session: SessionRef, turns: list[TranscriptTurn], stop_reason: str
+    ) -> SessionGraded:
+        """Ask for the reward."""
+        ...
+
+    async def close(self, session: SessionRef) -> None:
+        """End the session."""
+        ...
+
+    def forget(self, session: SessionRef) -> None:
+        """The session is not used from here any more."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where turns go: `Journal`, or a list."""
+
+    async def record(self, turn: TurnFinished) -> TurnRecorded | None:
+        """Report one turn; None when it could not be recorded."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Equipment:
     """What the trajectories of one worker share."""
@@ -46,8 +94,8 @@ class Equipment:
     engine: Engine
     renderer: Renderer
     parser: Parser
-    tools: ToolClient
-    journal: Journal
+    tools: Tools
+    journal: Recorder
     limits: Limits
     temperature: float
     draining: Callable[[], bool]
