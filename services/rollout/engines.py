@@ -15,7 +15,8 @@ log = structlog.get_logger()
 def make_engine(config: Config, bucket: BucketConfig, worker_index: int, run_id: str) -> Engine:
     """The engine that the bucket names, not started yet; `auto` is vLLM where it is usable.
 
-    Finding that out takes ten seconds: call this in a thread once there are heartbeats. Without `cpus` in the bucket the engine takes the cores that this process may run on.
+    Finding that out takes ten seconds: call this in a thread once there are heartbeats. Without
+    `cpus` in the bucket the engine takes the cores that this process may run on.
     """
     del run_id
     cpus = bucket.cpus[worker_index] if bucket.cpus else sorted(os.sched_getaffinity(0))

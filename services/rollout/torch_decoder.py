@@ -171,6 +171,7 @@ class Decoder:
         logprobs = logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
 
+    @torch.inference_mode()
     def export_kv(self, context: Sequence[int]) -> KvState | None:
         """All but at most the last token of a context, if some row has them."""
         index, cached = self._best_row(context)
@@ -179,6 +180,7 @@ class Decoder:
         payload = save({"kv": self._cache.read(index, cached).contiguous()})
         return KvState(context=list(context[:cached]), version=self.version, payload=payload)
 
+    @torch.inference_mode()
     def import_kv(self, state: KvState) -> bool:
         """Keep a context's keys and values in a free row, for the job that will want them."""
         if state.version != self.version or len(self._jobs) == len(self._rows):

@@ -82,6 +82,7 @@ class VllmEngine:
         self._broken = self._broken or "closed"
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
+            llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the collector.
         if self._starter is not None:
             self._starter.closed.set()
 

@@ -1,7 +1,6 @@
 """What every engine must do. One engine of each kind serves all tests of its kind."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -215,7 +214,7 @@ async def test_a_corrupt_segment_is_refused_and_the_old_version_stays(subject: S
 async def test_a_missing_segment_is_a_version_gone(subject: Subject) -> None:
     version, before = subject.engine.version, await subject.generate()
     manifest = subject.write_version()
-    os.unlink(manifest.segment)
+    remove(manifest.segment)
     with pytest.raises(VersionGone):
         await subject.engine.apply_weights(manifest)
     assert await again(subject) == (before.tokens, version)
@@ -225,6 +224,10 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
+
+
+def remove(path: str) -> None:
+    Path(path).unlink()
 
 
 async def again(subject: Subject) -> tuple[list[int], int]:

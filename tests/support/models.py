@@ -86,5 +86,5 @@ def random_state(state: State, seed: int) -> State:
 
 def write_segment(path: Path, state: State, version: int) -> Manifest:
     """Write a version as the trainer does, and describe it as the coordinator does."""
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+    save_file({name: tensor.clone() for name, tensor in state.items()}, path)
     return build_manifest(version, str(path))

@@ -1,0 +1,103 @@
+"""What the fake engine has beyond the contract, under virtual time."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from common.clock import run_sim
+from common.errors import EngineError
+from common.messages.coordinator import Manifest
+from services.rollout.engine import GenerateRequest
+from services.rollout.fake_engine import FakeEngine
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(
+        version=version,
+        segment=f"sim:{version}",
+        length=0,
+        chunk_bytes=1,
+        chunks=[],
+        digest=f"digest-{version}",
+        tensors=[],
+    )
+
+
+def request(name: str = "a", max_tokens: int = 10) -> GenerateRequest:
+    return GenerateRequest(name, [65, 66], max_tokens, 1.0, 0)
+
+
+async def ready(engine: FakeEngine) -> FakeEngine:
+    await engine.start()
+    await engine.apply_weights(manifest(0))
+    return engine
+
+
+def test_tokens_take_their_time_on_the_loops_clock() -> None:
+    async def scenario() -> tuple[float, float]:
+        engine = await ready(FakeEngine(token_s=0.5, slots=1))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.generate(request("a")))
+            second = tasks.create_task(engine.generate(request("b")))
+        return second.result().queue_s, second.result().decode_s
+
+    assert run_sim(scenario()) == pytest.approx((5.5, 4.5))
+
+
+def test_it_follows_its_script() -> None:
+    def script(context: Sequence[int], seed: int, version: int) -> list[int]:
+        return [*context, seed, version]
+
+    async def scenario() -> list[int]:
+        engine = await ready(FakeEngine(script=script))
+        return (await engine.generate(request())).tokens
+
+    assert run_sim(scenario()) == [65, 66, 0, 0]
+
+
+def test_death_fails_what_runs_and_what_comes() -> None:
+    async def failed(engine: FakeEngine) -> str:
+        with pytest.raises(EngineError) as raised:
+            await engine.generate(request())
+        return str(raised.value)
+
+    async def scenario() -> tuple[str, str]:
+        engine = await ready(FakeEngine(token_s=1.0))
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(failed(engine))
+            await asyncio.sleep(2.5)
+            engine.kill("power cut")
+        return task.result(), await failed(engine)
+
+    assert run_sim(scenario()) == ("power cut", "power cut")
+
+
+def test_a_lie_about_applying_shows_in_digest_and_scores_but_not_in_the_version() -> None:
+    async def scenario() -> None:
+        honest, liar = await ready(FakeEngine()), await ready(FakeEngine())
+        liar.lies_about_applying = True
+        before = await liar.score([1, 2, 3])
+        for engine in (honest, liar):
+            await engine.apply_weights(manifest(1))
+        assert liar.version == honest.version == 1
+        assert (honest.digest, liar.digest) == ("digest-1", "digest-0")
+        assert await liar.score([1, 2, 3]) == before != await honest.score([1, 2, 3])
+
+    run_sim(scenario())
+
+
+def test_a_cached_context_moves_between_engines_of_one_version_only() -> None:
+    async def scenario() -> None:
+        source, target = await ready(FakeEngine()), await ready(FakeEngine())
+        await source.generate(request())
+        state = await source.export_kv([65, 66])
+        assert state is not None
+        assert await target.import_kv(state)
+        await target.generate(request())
+        assert target.prefix_hits == {0: 1}
+        await target.apply_weights(manifest(1))
+        assert not await target.import_kv(state)
+        assert await target.export_kv([65, 66]) is None
+
+    run_sim(scenario())

@@ -1,0 +1,40 @@
+from types import SimpleNamespace
+
+import pytest
+
+from services.rollout.vllm_settings import environment, kv_bytes, thread_binding
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "expected"),
+    [
+        ([0], 1, "0"),
+        ([0, 1], 1, "0,1"),
+        ([0, 1], 2, "0|1"),
+        ([4, 5, 6, 7], 2, "4,6|5,7"),
+        ([3], 2, "3|3"),
+    ],
+)
+def test_cores_are_dealt_to_ranks(cpus: list[int], ranks: int, expected: str) -> None:
+    assert thread_binding(cpus, ranks) == expected
+
+
+def test_the_children_neither_phone_home_nor_compile() -> None:
+    variables = environment([0], 1)
+    assert variables["VLLM_NO_USAGE_STATS"] == variables["HF_HUB_OFFLINE"] == "1"
+    assert variables["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_the_cache_has_room_for_the_tokens_in_whole_blocks_and_the_null_block() -> None:
+    model = SimpleNamespace(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    per_token = 2 * 2 * 2 * 8 * 4
+    assert kv_bytes(model, "float32", 64, 32) == (64 + 32) * per_token
+    assert kv_bytes(model, "float32", 65, 32) == (96 + 32) * per_token
+    assert kv_bytes(model, "bfloat16", 64, 32) == (64 + 32) * per_token // 2
+
+
+def test_a_model_that_names_no_head_size_divides_its_width() -> None:
+    model = SimpleNamespace(num_hidden_layers=1, num_attention_heads=4, hidden_size=32)
+    assert kv_bytes(model, "float32", 32, 32) == 64 * 2 * 4 * 8 * 4
