@@ -42,7 +42,7 @@ class TrainingSequence:
     """Policy version that sampled each action token."""
     advantage: float
     prompt: int
-    """Number of leading tokens that the trajectory shares with its group."""
+    """Number of leading tokens that precede the first turn."""
 
 
 def group_sequences(group: GroupData, training: TrainingConfig) -> list[TrainingSequence]:

@@ -1,6 +1,7 @@
 """The policy: a Hugging Face causal LM in float32, asked for log-probabilities of sampled tokens.
 
-Shapes: B sequences, T tokens of the longest, A action tokens of all sequences together.
+Shapes: B sequences, P tokens that all begin with, T tokens of the longest after that, A action
+tokens of all sequences together.
 """
 
 # torch and transformers are partially annotated; what they return is annotated here by hand.
@@ -15,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -31,27 +32,36 @@ PROBE_TOLERANCE = 1e-4
 class MicroBatch:
     """Sequences that go through the model together, padded on the right."""
 
+    prefix: Tensor | None
+    """(1, P) int64: what every sequence begins with, before `tokens`; None when P is 0."""
     tokens: Tensor
     """(B, T) int64."""
     rows: Tensor
     """(A,) int64: the sequence of each action token, in order of sequence and position."""
     columns: Tensor
-    """(A,) int64: the position *before* the action token, whose output predicts it."""
+    """(A,) int64: the place in `tokens` *before* the action token; its output predicts it."""
     targets: Tensor
     """(A,) int64: the action token."""
 
 
-def micro_batch(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
-    """Lay sequences out; none gives a batch without action tokens that can still be run."""
-    width = max((len(s.tokens) for s in sequences), default=1)
+def micro_batch(
+    sequences: Sequence[TrainingSequence], device: torch.device, *, shared: int = 0
+) -> MicroBatch:
+    """Lay sequences out whose first `shared` tokens are equal.
+
+    No sequences give a batch without action tokens that can still be run.
+    """
+    width = max((len(s.tokens) - shared for s in sequences), default=1)
     tokens = np.zeros((max(len(sequences), 1), width), np.int64)
     for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence.tokens)] = sequence.tokens
-    actions = [s.actions for s in sequences]
+        tokens[row, : len(sequence.tokens) - shared] = sequence.tokens[shared:]
+    prefix = sequences[0].tokens[:shared] if sequences else np.zeros(shared, np.int32)
+    actions = [s.actions - shared for s in sequences]
     counts = [len(a) for a in actions]
     rows = np.repeat(np.arange(len(sequences)), counts)
     positions = np.concatenate(actions, dtype=np.int64) if actions else np.empty(0, np.int64)
     return MicroBatch(
+        prefix=torch.tensor(prefix[None], dtype=torch.int64, device=device) if shared else None,
         tokens=torch.from_numpy(tokens).to(device),
         rows=torch.from_numpy(rows).to(device),
         columns=torch.from_numpy(positions - 1).to(device),
@@ -66,6 +76,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self._selects = _head_can_run_alone(model)
+        self.shares_prefix = False
+        """Whether micro-batches with a prefix can be run."""
+        self.shares_prefix = self._can_share_prefix()
 
     def forward(self, batch: MicroBatch, temperature: float) -> Tensor:
         """Log-probability of each action token under softmax(logits / temperature): (A,)."""
@@ -79,11 +92,35 @@ class Policy(nn.Module):
         The head is most of a small model's memory; it is computed at (A,) positions instead of
         (B, T) where the architecture is a body and a head and nothing between.
         """
+        run = _body(self.model) if self._selects else self.model
+        cache = None
+        if batch.prefix is not None:
+            cache = DynamicCache(config=self.model.config)
+            run(input_ids=batch.prefix, past_key_values=cache, use_cache=True)
+            cache.batch_repeat_interleave(len(batch.tokens))
+        output = run(input_ids=batch.tokens, past_key_values=cache, use_cache=cache is not None)
         if not self._selects:
-            logits = self.model(input_ids=batch.tokens, use_cache=False).logits
-            return logits[batch.rows, batch.columns]
-        hidden = _body(self.model)(input_ids=batch.tokens, use_cache=False).last_hidden_state
-        return _head(self.model)(hidden[batch.rows, batch.columns])
+            return output.logits[batch.rows, batch.columns]
+        return _head(self.model)(output.last_hidden_state[batch.rows, batch.columns])
+
+    def _can_share_prefix(self) -> bool:
+        """Whether a shared prefix gives the same numbers and gradient as one for each sequence.
+
+        Not so where the cache is not made of keys and values alone (recurrent layers), or is not
+        differentiable. Tried instead of listed: architectures are many.
+        """
+        tokens = np.array([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], np.int32) % _vocabulary(self.model)
+        places, none = np.array([3, 4], np.int32), np.zeros(2)
+        pair = [TrainingSequence(row, places, none, none, 0.0, 4) for row in tokens]  # type: ignore[arg-type]
+        weight = cast("Tensor", self.model.get_input_embeddings().weight)
+        found: list[tuple[Tensor, Tensor]] = []
+        try:
+            for shared in (0, 2):
+                logprobs = self(micro_batch(pair, self.model.device, shared=shared), 1.0)
+                found.append((logprobs, torch.autograd.grad(logprobs.sum(), weight)[0]))
+        except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError):
+            return False
+        return all(torch.allclose(a, b, atol=PROBE_TOLERANCE) for a, b in zip(*found, strict=True))
 
 
 def load_policy(path: Path) -> Policy:
@@ -160,12 +197,16 @@ def _head(model: PreTrainedModel) -> nn.Module:
     return cast("nn.Module", model.get_output_embeddings())
 
 
+def _vocabulary(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().vocab_size
+
+
 @torch.no_grad()
 def _head_can_run_alone(model: PreTrainedModel) -> bool:
     """Whether head(body(x)) is the model's logits: not so with logit caps, scales, projections."""
     if _body(model) is model or model.get_output_embeddings() is None:
         return False
-    tokens = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+    tokens = torch.arange(4, device=model.device)[None] % _vocabulary(model)
     output = _body(model)(input_ids=tokens, use_cache=False)
     hidden = getattr(output, "last_hidden_state", None)
     if hidden is None:

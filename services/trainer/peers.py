@@ -32,6 +32,8 @@ REQUEST_TIMEOUT_S = 10.0
 """Ten times what the slowest of these, `TakeBatch`, is answered within."""
 HASH_TIMEOUT_S = 60.0
 """The coordinator hashes the whole version before it answers."""
+TRIES_MIN = 3
+"""One lost reply must not use up the patience of a slow request."""
 RETRY_S = 0.25
 FETCHES = 4
 """Groups read at a time: enough to hide the way there and back."""
@@ -85,10 +87,13 @@ class Peers:
         began = self._now()
         while True:
             try:
-                member = await self._membership.wait_for("scheduler", timeout_s=self._patience_s())
+                member = await self._membership.wait_for(
+                    "scheduler", timeout_s=self._patience_s(REQUEST_TIMEOUT_S)
+                )
                 return await self._membership.request(member, request, timeout_s=REQUEST_TIMEOUT_S)
             except (TransportError, RequestRefused) as error:
-                self._check_patience("scheduler", request, error, began)
+                patience_s = self._patience_s(REQUEST_TIMEOUT_S)
+                self._check_patience("scheduler", request, error, began + patience_s)
             await asyncio.sleep(RETRY_S)
 
     async def _ask_coordinator(self, request: Request[R], timeout_s: float) -> R:
@@ -97,14 +102,17 @@ class Peers:
             try:
                 return await self._membership.ask_coordinator(request, timeout_s=timeout_s)
             except (TransportError, RequestRefused) as error:
-                self._check_patience("coordinator", request, error, began)
+                patience_s = self._patience_s(timeout_s)
+                self._check_patience("coordinator", request, error, began + patience_s)
             await asyncio.sleep(RETRY_S)
 
-    def _patience_s(self) -> float:
-        return STOPPING_PATIENCE_S if self._stopping.is_set() else PATIENCE_S
+    def _patience_s(self, timeout_s: float) -> float:
+        if self._stopping.is_set():
+            return STOPPING_PATIENCE_S
+        return max(PATIENCE_S, TRIES_MIN * timeout_s)
 
     def _check_patience(
-        self, peer: str, request: Request[R], error: TransportError | RequestRefused, began: float
+        self, peer: str, request: Request[R], error: TransportError | RequestRefused, until: float
     ) -> None:
         """Raise when the peer will not answer otherwise, or not in time."""
         kind = type(request).__name__
@@ -113,9 +121,8 @@ class Peers:
                 raise RunFailed(f"{kind}: a newer trainer has taken over ({error})") from error
             if not error.refusal.retryable:
                 raise RunFailed(f"the {peer} refused {kind}: {error}") from error
-        if self._now() - began > self._patience_s():
-            waited = f"{self._now() - began:.0f} s"
-            raise RunFailed(f"the {peer} did not answer {kind} for {waited}: {error}") from error
+        if self._now() >= until:
+            raise RunFailed(f"the {peer} did not answer {kind} in time: {error}") from error
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -22,7 +22,7 @@ from common.config import Config
 from services.trainer.batch import TrainingSequence, token_weights
 from services.trainer.losses import SUMS, Clipping, TokenLogprobs, policy_loss, token_sums
 from services.trainer.model import MicroBatch, Policy, micro_batch
-from services.trainer.packing import deal, pack
+from services.trainer.packing import Pack, deal, plan
 
 
 class StepAbandoned(Exception):
@@ -46,7 +46,6 @@ class _Piece:
     behaviour: Tensor
     advantages: Tensor
     weights: Tensor
-    lengths: list[int]
 
 
 @dataclass(slots=True)
@@ -120,14 +119,17 @@ class Learner:
     def _pieces(self, sequences: Sequence[TrainingSequence]) -> list[_Piece]:
         """This rank's micro-batches."""
         weights = token_weights(sequences, self.training.loss_average)
-        lengths = [len(sequence.tokens) for sequence in sequences]
-        batches = pack(lengths, self.training.micro_batch_tokens)
-        return [
-            self._piece([sequences[i] for i in batch], [weights[i] for i in batch])
-            for batch in deal(batches, self.ranks)[self.rank]
-        ]
+        limit = self.training.micro_batch_tokens
+        # FSDP frees a layer's weights before the gradient of shared keys and values needs them.
+        share = self.ranks == 1 and self.policy.shares_prefix
+        packs = deal(plan(sequences, limit, share=share), self.ranks)[self.rank]
+        return [self._piece(pack, sequences, weights) for pack in packs]
 
-    def _piece(self, sequences: list[TrainingSequence], weights: list[float]) -> _Piece:
+    def _piece(
+        self, pack: Pack, batch: Sequence[TrainingSequence], batch_weights: Sequence[float]
+    ) -> _Piece:
+        sequences = [batch[i] for i in pack.members]
+        weights = [batch_weights[i] for i in pack.members]
         counts = torch.tensor([len(s.actions) for s in sequences], dtype=torch.int64)
 
         def per_token(values: list[float]) -> Tensor:
@@ -135,11 +137,10 @@ class Learner:
 
         behaviour = [torch.tensor(s.behaviour) for s in sequences]
         return _Piece(
-            micro_batch(sequences, self.device),
+            micro_batch(sequences, self.device, shared=pack.shared),
             (torch.cat(behaviour) if behaviour else torch.empty(0)).to(self.device),
             per_token([s.advantage for s in sequences]),
             per_token(weights),
-            counts.tolist(),
         )
 
     @torch.no_grad()

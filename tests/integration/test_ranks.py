@@ -13,7 +13,7 @@ from services.trainer import checkpoint
 from services.trainer.checkpoint import Contents
 from services.trainer.ranks import Ranks
 from tests.support.models import make_tiny_model
-from tests.support.trainer import sequences, trainer_config
+from tests.support.trainer import sequences, siblings, trainer_config
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def test_two_ranks_equal_one_until_one_is_killed(tmp_path: Path, model: Path) ->
         assert_close(two.weights(), one.weights())
         assert_close(two.optimizer_state(), one.optimizer_state())
         for step in (2, 3):
-            batch = sequences(7, seed=step)
+            batch = sequences(7, seed=step) + siblings(9, prompt=60, seed=step)
             first, second = one.train(batch, step), two.train(batch, step)
             assert second.metrics == pytest.approx(first.metrics, rel=1e-4, abs=1e-6)
         assert_close(two.optimizer_state(), one.optimizer_state())

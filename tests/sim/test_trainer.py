@@ -178,7 +178,7 @@ def test_a_run_trains_every_step_once_on_a_lossy_network(
     tmp_path: Path, model: Path, seed: int
 ) -> None:
     async def look(run: Run) -> None:
-        await until(run.done.done)
+        await until(run.done.done, 600)  # A lost message costs its whole deadline.
         await until(lambda: run.membership.version == version_id(1, 3))
 
     network = SimNetwork(seed, Faults(loss=0.05, duplicate=0.05))

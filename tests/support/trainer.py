@@ -69,6 +69,17 @@ def sequences(count: int, *, seed: int = 0) -> list[TrainingSequence]:
     ]
 
 
+def siblings(count: int, *, prompt: int, seed: int = 0) -> list[TrainingSequence]:
+    """Sequences of one group: the same prompt, then turns of different lengths."""
+    made = [
+        sequence(seed * 1000 + n, prompt=prompt, turns=((2 + n % 4, n % 3), (3, 0)))
+        for n in range(count)
+    ]
+    for item in made[1:]:
+        item.tokens[:prompt] = made[0].tokens[:prompt]
+    return made
+
+
 def trajectory(
     name: str,
     reward: float | None,

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +65,8 @@ def test_no_sequences_make_a_micro_batch_without_gradient(tmp_path: Path) -> Non
 
 def test_an_architecture_without_a_separate_head_falls_back_to_the_whole_model() -> None:
     class Scaled(GPT2LMHeadModel):
-        def forward(self, *args: object, **kwargs: object) -> object:
-            output = super().forward(*args, **kwargs)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output: Any = super().forward(*args, **kwargs)
             output.logits = output.logits * 3.0
             return output
 
@@ -96,10 +97,14 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_a_causal_lm_is_refused(tmp_path: Path) -> None:
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertForMaskedLM(BertConfig(vocab_size=20, intermediate_size=16, **shape)).save_pretrained(
-        tmp_path
+    config = BertConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
+    BertForMaskedLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="BertForMaskedLM is not a causal LM"):
         load_policy(tmp_path)
 

@@ -1,30 +1,62 @@
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.packing import deal, pack
+from services.trainer.batch import TrainingSequence
+from services.trainer.packing import MICRO_BATCH_COST, Pack, deal, pack, plan
+from tests.support.trainer import sequences, siblings
 
 lengths = st.lists(st.integers(1, 50), max_size=40)
+packs = st.builds(Pack, st.tuples(st.integers(0, 99)))
 
 
 @given(lengths, st.integers(1, 200))
 def test_every_sequence_is_in_exactly_one_micro_batch(sizes: list[int], limit: int) -> None:
-    packed = pack(sizes, limit)
-    assert sorted(i for batch in packed for i in batch) == list(range(len(sizes)))
+    packed = pack(range(len(sizes)), sizes, limit)
+    assert sorted(i for item in packed for i in item.members) == list(range(len(sizes)))
 
 
-@given(lengths, st.integers(1, 200))
+@given(lengths, st.integers(1, 200), st.integers(0, 30))
 def test_a_micro_batch_exceeds_the_limit_only_with_one_long_sequence(
-    sizes: list[int], limit: int
+    sizes: list[int], limit: int, shared: int
 ) -> None:
-    for batch in pack(sizes, limit):
-        padded = len(batch) * max(sizes[i] for i in batch)
-        assert padded <= limit or len(batch) == 1
+    sizes = [size + shared for size in sizes]
+    for item in pack(range(len(sizes)), sizes, limit, shared):
+        width = max(sizes[i] for i in item.members) - shared
+        assert shared + len(item.members) * width <= limit or len(item.members) == 1
 
 
-@given(st.lists(st.lists(st.integers(), min_size=1, max_size=3), max_size=9), st.integers(1, 4))
-def test_every_rank_runs_equally_many_micro_batches(batches: list[list[int]], ranks: int) -> None:
-    hands = deal(batches, ranks)
+@given(st.lists(st.integers(1, 2000), max_size=40))
+def test_padding_never_costs_more_than_another_micro_batch(sizes: list[int]) -> None:
+    for item in pack(range(len(sizes)), sizes, 100_000):
+        width = max(sizes[i] for i in item.members)
+        assert sum(width - sizes[i] for i in item.members) <= MICRO_BATCH_COST
+
+
+@given(st.lists(packs, max_size=9), st.integers(1, 4))
+def test_every_rank_runs_equally_many_micro_batches(items: list[Pack], ranks: int) -> None:
+    hands = deal(items, ranks)
     assert len(hands) == ranks
     assert len({len(hand) for hand in hands}) == 1
-    dealt = [batch for hand in hands for batch in hand if batch]
-    assert sorted(dealt) == sorted(batches)
+    dealt = [item for hand in hands for item in hand if item.members]
+    assert sorted(dealt, key=repr) == sorted(items, key=repr)
+
+
+def common_prefix(batch: list[TrainingSequence], item: Pack) -> set[Any]:
+    return {batch[i].tokens[: item.shared].tobytes() for i in item.members}
+
+
+def test_groups_share_their_prompt_and_nothing_else() -> None:
+    batch = siblings(8, prompt=90, seed=1) + siblings(8, prompt=70, seed=2)
+    planned = plan(batch, 100_000, share=True)
+    assert {item.shared for item in planned} == {89, 69}
+    assert all(len(common_prefix(batch, item)) == 1 for item in planned)
+    assert sorted(i for item in planned for i in item.members) == list(range(16))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_short_prompts_are_not_worth_a_micro_batch(share: bool) -> None:
+    planned = plan(sequences(20), 100_000, share=share)
+    assert [item.shared for item in planned] == [0]

@@ -11,7 +11,7 @@ import torch
 from services.trainer.batch import TrainingSequence
 from services.trainer.model import Policy, micro_batch
 from services.trainer.step import Learner, StepAbandoned, StepResult, split
-from tests.support.trainer import sequences, tiny_policy, trainer_config
+from tests.support.trainer import sequences, siblings, tiny_policy, trainer_config
 
 CPU = torch.device("cpu")
 
@@ -66,15 +66,32 @@ def test_the_result_does_not_depend_on_packing(tmp_path: Path, average: str, lim
     assert torch.allclose(actual, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_sharing_the_prompt_of_a_group_changes_nothing(tmp_path: Path, tied: bool) -> None:
+    batch = siblings(8, prompt=90, seed=1) + siblings(4, prompt=5, seed=2)
+    results: list[tuple[StepResult, torch.Tensor]] = []
+    for share in (False, True):
+        policy = tiny_policy(tmp_path, tied=tied)
+        assert policy.shares_prefix
+        policy.shares_prefix = share
+        made = Learner(policy, trainer_config())
+        results.append((made.train(batch, 1), gradient(made)))
+    (apart, expected), (shared, actual) = results
+    assert shared.metrics == pytest.approx(apart.metrics, rel=1e-4, abs=1e-6)
+    assert torch.allclose(actual, expected, atol=1e-6)
+
+
 def test_the_gradient_is_that_of_the_whole_batch_by_autograd(tmp_path: Path) -> None:
     made = learner(tmp_path, micro_batch_tokens=30, grad_norm_max=1e9)
     batch = on_policy(made, sequences(6), 1.0)
     reference = tiny_policy(tmp_path)
     logprobs = [reference(micro_batch([s], CPU), 1.0) for s in batch]
     total = sum(len(s.actions) for s in batch)
-    loss = -sum(lp.sum() * s.advantage for lp, s in zip(logprobs, batch, strict=True)) / total
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    gains = [lp.sum() * s.advantage for lp, s in zip(logprobs, batch, strict=True)]
+    (-torch.stack(gains).sum() / total).backward()
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in reference.parameters() if p.grad is not None]
+    )
     assert made.train(batch, 1).metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
