@@ -81,6 +81,7 @@ class SchedulerService:
         self._gone: list[str] = []
         self._fleet = Fleet(members=[], version=-1, versions_published=0)
         self._busy_at_step: dict[str, tuple[float, float]] = {}
+        self._idle_shares: dict[str, float] = {}
         self._told = asyncio.Event()
         """The trainer has been told that the run failed."""
 
@@ -320,13 +321,14 @@ class SchedulerService:
         }
 
     def _idle(self) -> dict[str, float]:
-        """Idle shares by role since the last step."""
+        """Idle shares by role since the last step, or the last known ones after a short step."""
         before = self._busy_at_step
         spans: list[tuple[str, float, float]] = []
         for status in self._fleet.members:
             busy_s, uptime_s = before.get(status.member.peer, (0.0, 0.0))
             spans.append((status.member.role, status.busy_s - busy_s, status.uptime_s - uptime_s))
-        return idle_metrics(spans)
+        self._idle_shares |= idle_metrics(spans)
+        return self._idle_shares
 
 
 def _now() -> float:

@@ -161,9 +161,8 @@ async def test_a_reopened_file_has_everything(tmp_path: Path) -> None:
 async def test_commits_under_way_at_the_close_are_written(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     async with FileLedger(path) as ledger:
-        for number in range(50):
-            last = ledger.commit([MetaRow(f"k{number}", "")])
-    del last
+        under_way = [ledger.commit([MetaRow(f"k{number}", "")]) for number in range(50)]
+    assert len(under_way) == 50
     async with FileLedger(path) as ledger:
         assert len(ledger.snapshot().meta) == 51
 
@@ -238,6 +237,11 @@ async def test_a_full_disk_fails_every_later_commit_and_loses_no_earlier_one(
         assert ledger.snapshot().meta.keys() == {"schema_version", "a"}
 
 
+async def meta_of(path: Path) -> dict[str, str]:
+    async with FileLedger(path) as ledger:
+        return ledger.snapshot().meta
+
+
 WRITER = """
 import asyncio, sys
 from pathlib import Path
@@ -263,7 +267,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acknowledged_at_least", [1, 300])
-async def test_sigkill_in_mid_commit_loses_nothing_that_was_acknowledged(
+def test_sigkill_in_mid_commit_loses_nothing_that_was_acknowledged(
     tmp_path: Path, acknowledged_at_least: int
 ) -> None:
     path = tmp_path / "ledger.sqlite"
@@ -277,8 +281,7 @@ async def test_sigkill_in_mid_commit_loses_nothing_that_was_acknowledged(
         acknowledged = [int(writer.stdout.readline()) for _ in range(acknowledged_at_least)]
         os.kill(writer.pid, signal.SIGKILL)
         acknowledged += [int(line) for line in writer.stdout if line.endswith("\n")]
-    async with FileLedger(path) as ledger:
-        kept = ledger.snapshot().meta
+    kept = asyncio.run(meta_of(path))
     numbers = {int(key[1:]) for key in kept if key.startswith("k")}
     assert numbers >= set(acknowledged)
     assert numbers == {int(key[4:]) for key in kept if key.startswith("twin")}

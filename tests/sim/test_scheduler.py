@@ -30,13 +30,13 @@ from common.messages.scheduler import (
     StepFinished,
     TrajectoryResult,
 )
-from common.service import Runtime
 from common.trajectory import unpack_tokens
 from common.transport.sim import Faults, SimNetwork
 from common.weights import step_of, version_id
 from services.coordinator.service import CoordinatorService
 from services.scheduler.ledger import MemoryLedger
 from services.scheduler.service import SchedulerService
+from services.scheduler.summary import summarise
 from tests.support.rollouts import FakeTrainer, FakeWorker, coin, persist
 from tests.support.scheduling import failure, reward
 from tests.support.sim import process, serving, sim_config, until
@@ -54,7 +54,7 @@ def job(directory: Path, *, tasks: int = 16, max_steps: int = 4, **training: obj
     return sim_config(
         run=RunConfig(name="sim", max_steps=max_steps, failed_groups_max=4),
         tasks=TasksConfig(path=str(write_tasks(directory, tasks))),
-        training=TrainingConfig(**(values | training)),
+        training=TrainingConfig.model_validate(values | training),
         scheduler=SchedulerConfig(max_staleness_steps=1, lease_s=5.0),
         buckets=[BucketConfig(name="short", workers=2)],
     )
@@ -163,8 +163,9 @@ def test_a_run_on_a_bad_network_trains_every_step_and_stops(seed: int, tmp_path:
                 await until(lambda: trainer.reason is not None, 300)
             assert trainer.reason == "max_steps"
             check_run(mesh, 4)
-            steps = [json.loads(line)["step"] for line in mesh.ledger.lines]
-            assert steps == [1, 2, 3, 4]
+            rows = [json.loads(line) for line in mesh.ledger.lines]
+            assert [row["step"] for row in rows] == [1, 2, 3, 4]
+            assert 0 <= rows[-1]["idle/rollout"] <= 1
 
     run_sim(scenario())
 
@@ -347,20 +348,27 @@ def test_a_run_directory_of_other_tasks_is_refused(tmp_path: Path) -> None:
     run_sim(scenario())
 
 
-def build(runtime: Runtime) -> SchedulerService:
-    return SchedulerService(runtime)
+@pytest.mark.slow
+def test_a_run_on_a_file_leaves_metrics_and_a_summary_that_adds_up(tmp_path: Path) -> None:
+    """The one test here on the wall clock: the file's writer is a thread."""
 
-
-def test_the_service_opens_its_own_ledger_in_the_run_directory(tmp_path: Path) -> None:
     async def scenario() -> None:
-        stopping = asyncio.Event()
-        network = SimNetwork(0)
-        config = job(tmp_path)
-        async with process(
-            network, "scheduler", "scheduler", config=config, run_dir=tmp_path
-        ) as runtime:
-            stopping.set()
-            await build(runtime).run(stopping)
+        async with mesh_of(tmp_path, max_steps=2) as mesh:
+            trainer = FakeTrainer(step_s=0.01)
+            scheduler = mesh.serving("scheduler", "scheduler", SchedulerService)
+            async with (
+                mesh.trainer(trainer),
+                mesh.worker(FakeWorker(turn_s=0.01)),
+                scheduler,
+            ):
+                await until(lambda: trainer.reason is not None, 30)
 
     asyncio.run(scenario())
-    assert (tmp_path / "ledger.sqlite").exists()
+    summary = summarise(tmp_path / "ledger.sqlite", tmp_path / "metrics.jsonl")
+    assert summary["steps"] == 2
+    assert summary["trajectories"]["adds_up"]
+    assert summary["trajectories"]["trained"] == 8
+    assert summary["reward_last"] is not None
+    assert summary["tool_calls"]["ok"] >= 8
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]

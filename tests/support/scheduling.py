@@ -91,10 +91,18 @@ def make_report(holding: list[str], *, version: int = 0, slots: int = 8) -> Repo
 
 @dataclass
 class Held:
-    """A trajectory on a worker: its lease and the turn to do next."""
+    """A trajectory on a worker: its lease, the turn to do next, the weights it began that with."""
 
     lease: int
     turn: int
+    version: int
+
+    def finish(
+        self, trajectory_id: str, version: int, result: TrajectoryResult | None = None
+    ) -> TurnFinished:
+        """The turn, begun with one version and ended with a maybe newer one."""
+        versions = [self.version, version]
+        return make_turn(trajectory_id, self.lease, self.turn, versions=versions, result=result)
 
 
 @dataclass
@@ -151,7 +159,7 @@ class Desk:
         worker = self.worker_at(order.peer)
         if worker is not None and worker.name not in self.lost:
             row = order.trajectory
-            worker.held[row.trajectory_id] = Held(row.lease, row.turns)
+            worker.held[row.trajectory_id] = Held(row.lease, row.turns, worker.version)
 
     def worker_at(self, peer: str) -> SimWorker | None:
         return next((w for w in self.workers.values() if w.peer == peer), None)
@@ -180,12 +188,10 @@ class Desk:
         """The worker finishes a turn with its present weights."""
         worker = self.workers[name]
         held = worker.held[trajectory_id]
-        turn = make_turn(
-            trajectory_id, held.lease, held.turn, version=max(0, worker.version), result=result
-        )
+        turn = held.finish(trajectory_id, worker.version, result)
         answer = self.send_turn(worker.peer, turn)
         if answer is True:
-            held.turn += 1
+            held.turn, held.version = held.turn + 1, worker.version
         else:
             worker.held.pop(trajectory_id, None)
         return answer
@@ -193,10 +199,7 @@ class Desk:
     def kill(self, name: str, *, noticed: bool = True) -> None:
         """SIGKILL and restart: a new incarnation with the newest weights and no memory."""
         old = self.workers[name]
-        self.ghosts += [
-            (old.peer, make_turn(i, held.lease, held.turn, version=max(0, old.version)))
-            for i, held in old.held.items()
-        ]
+        self.ghosts += [(old.peer, held.finish(i, old.version)) for i, held in old.held.items()]
         self.workers[name] = SimWorker(name, old.incarnation + 1, old.version, old.slots)
         if noticed:
             self.carry_out(self.book.worker_gone(old.peer, self.now))

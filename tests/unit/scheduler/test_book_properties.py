@@ -2,14 +2,14 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages.scheduler import TurnFinished
+from common.messages.scheduler import TrajectoryResult, TurnFinished
 from common.weights import step_of
 from services.scheduler.book import Book
 from services.scheduler.records import ALIVE
@@ -55,7 +55,7 @@ rule_sets = st.builds(
 
 
 @contextmanager
-def desk(rules: Rules, tasks: int = 12, epochs: int = 2) -> Iterator[Desk]:
+def desk(rules: Rules, tasks: int = 12, epochs: int = 2) -> Generator[Desk]:
     made = Desk(rules, tasks=tasks, epochs=epochs)
     try:
         yield made
@@ -95,7 +95,7 @@ class Chaos:
     def work(self, _number: int) -> None:
         self.desk.work()
 
-    def _turn(self, number: int, result: object) -> None:
+    def _turn(self, number: int, result: TrajectoryResult | None) -> None:
         worker = self.desk.workers[self.name(number)]
         if worker.held:
             held = sorted(worker.held)
@@ -142,7 +142,8 @@ class Chaos:
         turn = worker.held[chosen].turn
         first = self.desk.turn(worker.name, chosen)
         if first is True:
-            worker.held[chosen].turn = turn
+            held_now = worker.held[chosen]
+            held_now.turn = turn
             assert self.desk.turn(worker.name, chosen) is True
 
     def kill(self, number: int) -> None:
@@ -311,7 +312,7 @@ def test_killed_at_50_random_points_each_task_is_trained_exactly_once(seed: int)
                     made.publish()
                 case "worker":
                     made.kill("w0", noticed=pick.random() < 0.5)
-                case "all":
+                case _:
                     made.open()
                     made.kill("w0", noticed=False)
                     made.kill("w1", noticed=False)

@@ -16,7 +16,7 @@ GOOD = '{"task_id": "a", "environment": "calculator", "question": "1+1"}'
 def load(directory: Path, content: str, **columns: str):  # noqa: ANN201
     path = directory / "tasks.jsonl"
     path.write_text(content)
-    return load_tasks(sim_config(tasks=TasksConfig(path=str(path), **columns)))
+    return load_tasks(sim_config(tasks=TasksConfig.model_validate({"path": str(path), **columns})))
 
 
 def problems(directory: Path, content: str, **columns: str) -> list[str]:
