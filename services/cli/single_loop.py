@@ -7,6 +7,7 @@ per step. Used by `libra bench overlap`.
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from collections import defaultdict
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
+
+import structlog
 
 from common.config import BucketConfig, Config
 from common.config_load import load_config
@@ -289,6 +292,7 @@ class SingleLoop:
 
 def main(path: str, steps: str, *overrides: str) -> None:
     """Run the loop of one configuration."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     asyncio.run(SingleLoop(load_config(Path(path), overrides)).run(int(steps)))
 
 
