@@ -41,7 +41,7 @@ def make_engine(config: Config, bucket: BucketConfig, worker_index: int, run_id:
 
 def vllm_usable(cpus: Sequence[int], tensor_parallel: int) -> bool:
     """Whether vLLM can be imported. `import vllm` alone is lazy and would hide a broken one."""
-    os.environ.update(vllm_settings.environment(cpus, tensor_parallel))
+    os.environ.update(vllm_settings.current_environment(cpus, tensor_parallel))
     try:
         from vllm import LLM
     except (ImportError, OSError, RuntimeError) as error:

@@ -109,6 +109,10 @@ class Decoder:
         """Nothing to decode."""
         return not self._jobs and not self._waiting
 
+    def knows(self, tokens: Sequence[int]) -> bool:
+        """Whether all ids are in the vocabulary; others would break the whole batch."""
+        return min(tokens) >= 0 and max(tokens) < self._model.config.vocab_size
+
     def join(self, job: Job) -> None:
         """Queue a job; it begins before the next step that has room for it."""
         self._waiting.append(job)

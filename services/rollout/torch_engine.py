@@ -45,8 +45,12 @@ class TorchEngine:
         """Load the model in the decode thread."""
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
-        async with asyncio.timeout(self._config.rollout.start_timeout_s):
-            self._decoder = await self._call(self._load_model)
+        timeout_s = self._config.rollout.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._decoder = await self._call(self._load_model)
+        except TimeoutError as error:
+            raise EngineError(f"the model was not loaded within {timeout_s:g} s") from error
 
     async def aclose(self) -> None:
         """Stop the thread after the step in flight. Idempotent."""
@@ -61,6 +65,8 @@ class TorchEngine:
         room = self.context_tokens_max - len(request.context)
         if room < 1:
             raise EngineError(f"no room after a context of {len(request.context)} tokens")
+        if not decoder.knows(request.context):
+            raise EngineError("the context has tokens that the model does not know")
         job = Job(request, min(request.max_tokens, room))
         self._accounting.begin(request.request_id, len(request.context))
         try:
@@ -145,17 +151,20 @@ class TorchEngine:
         while not self._closed:
             try:
                 self._turn()
-            except (RuntimeError, ValueError, IndexError) as error:  # torch raises these.
-                self._break(EngineError(f"decoding failed: {error}"))
+            except Exception as error:  # noqa: BLE001  A thread has nobody above it to tell.
+                self._break(EngineError(f"decoding failed: {error!r}"))
         self._break(EngineError("the engine is closed"))
 
     def _turn(self) -> None:
-        idle = self._paused or self._decoder is None or self._decoder.idle
-        while idle or not self._commands.empty():
+        decoder = self._decoder
+        still = self._paused or self._broken is not None or decoder is None or decoder.idle
+        while still or not self._commands.empty():
             self._commands.get()()
-            idle = False
-        if self._decoder is not None and not (self._paused or self._closed or self._decoder.idle):
-            self._decoder.step()
+            still = False
+        if self._broken is not None:
+            self._break(self._broken)  # Also what came since.
+        elif decoder is not None and not (self._paused or self._closed or decoder.idle):
+            decoder.step()
 
     def _break(self, error: EngineError) -> None:
         self._broken = error
@@ -184,7 +193,7 @@ class TorchEngine:
                 local_files_only=True,
             )
             tokenizer = tokenizer_loader.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise EngineError(f"{path} cannot be loaded: {error}") from error
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:

@@ -66,7 +66,9 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Start the child processes; seconds to minutes, in a thread of its own."""
-        os.environ.update(vllm_settings.environment(self._cpus, self._bucket.tensor_parallel))
+        os.environ.update(
+            vllm_settings.current_environment(self._cpus, self._bucket.tensor_parallel)
+        )
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # It would override our exact size.
         timeout_s = self._config.rollout.start_timeout_s
         self._starter = _Starter(self._config, self._bucket)
@@ -88,6 +90,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Continue one context; vLLM's own abort follows when this is cancelled."""
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         self._require_version()
@@ -108,8 +111,8 @@ class VllmEngine:
         except EngineDeadError as error:
             self._broken = "the engine core died"
             raise EngineError(self._broken) from error
-        except EngineGenerateError as error:
-            raise EngineError(f"vLLM failed the request: {error.__cause__!r}") from error
+        except (EngineGenerateError, VLLMClientError) as error:
+            raise EngineError(f"vLLM failed the request: {error.__cause__ or error}") from error
         finally:
             self._accounting.end(request.request_id)
         return sampled.generation()
@@ -339,18 +342,17 @@ class _Sampled:
 
 def _build(config: Config, bucket: BucketConfig) -> Any:
     """Import vLLM, start the engine core and its workers, and wait until they are ready."""
-    import torch
     from transformers import AutoConfig
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = vllm_settings.is_cpu_build()
     arguments = vllm_settings.engine_arguments(config, bucket, on_cpu=on_cpu)
-    if on_cpu:
+    if on_cpu:  # With CUDA the cache takes what memory the weights leave.
         model = AutoConfig.from_pretrained(config.model.path)
         arguments["kv_cache_memory_bytes"] = vllm_settings.kv_bytes(
-            model, config.model.dtype, bucket.kv_tokens, vllm_settings.CPU_BLOCK_TOKENS
+            model, config.model.dtype, bucket.kv_tokens, ranks=bucket.tensor_parallel
         )
     transfer = WeightTransferConfig(backend=BACKEND)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(weight_transfer_config=transfer, **arguments))

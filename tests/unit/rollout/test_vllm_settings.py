@@ -19,10 +19,15 @@ def test_cores_are_dealt_to_ranks(cpus: list[int], ranks: int, expected: str) ->
     assert thread_binding(cpus, ranks) == expected
 
 
-def test_the_children_neither_phone_home_nor_compile() -> None:
-    variables = environment([0], 1)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_children_do_not_phone_home(*, on_cpu: bool) -> None:
+    variables = environment([0], 1, on_cpu=on_cpu)
     assert variables["VLLM_NO_USAGE_STATS"] == variables["HF_HUB_OFFLINE"] == "1"
-    assert variables["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_only_a_cpu_goes_without_compiling() -> None:
+    assert environment([0], 1, on_cpu=True)["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment([0], 1, on_cpu=False)
 
 
 def test_the_cache_has_room_for_the_tokens_in_whole_blocks_and_the_null_block() -> None:
@@ -30,11 +35,13 @@ def test_the_cache_has_room_for_the_tokens_in_whole_blocks_and_the_null_block() 
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
     )
     per_token = 2 * 2 * 2 * 8 * 4
-    assert kv_bytes(model, "float32", 64, 32) == (64 + 32) * per_token
-    assert kv_bytes(model, "float32", 65, 32) == (96 + 32) * per_token
-    assert kv_bytes(model, "bfloat16", 64, 32) == (64 + 32) * per_token // 2
+    assert kv_bytes(model, "float32", 64, ranks=1) == (64 + 32) * per_token
+    assert kv_bytes(model, "float32", 65, ranks=1) == (96 + 32) * per_token
+    assert kv_bytes(model, "bfloat16", 64, ranks=1) == (64 + 32) * per_token // 2
+    assert kv_bytes(model, "float32", 64, ranks=2) == (64 + 32) * per_token // 2
+    assert kv_bytes(model, "float32", 64, ranks=4) == (64 + 32) * per_token // 2
 
 
 def test_a_model_that_names_no_head_size_divides_its_width() -> None:
     model = SimpleNamespace(num_hidden_layers=1, num_attention_heads=4, hidden_size=32)
-    assert kv_bytes(model, "float32", 32, 32) == 64 * 2 * 4 * 8 * 4
+    assert kv_bytes(model, "float32", 32, ranks=1) == 64 * 2 * 4 * 8 * 4
