@@ -156,8 +156,9 @@ class Book:
         )
         for _ in range(admissible):
             self.groups.admit(now, outcome)
-        in_line = self.groups.in_line()
-        self.leases.place_waiting(in_line, self.step, self.lineage.number, now, outcome)
+        if self.leases.fleet.has_room and self.groups.any_waiting:
+            in_line = self.groups.in_line()
+            self.leases.place_waiting(in_line, self.step, self.lineage.number, now, outcome)
         return outcome
 
     def turn_finished(self, peer: str, turn: TurnFinished, now: float) -> tuple[bool, Outcome]:

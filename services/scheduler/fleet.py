@@ -90,6 +90,11 @@ class Fleet:
         """KV tokens that the trajectory is expected to need at its end."""
         return max(1, round(self._tokens_mean), trajectory.row.context_tokens)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether some worker has a free slot."""
+        return any(len(worker.assigned) < worker.slots for worker in self.workers.values())
+
     def views(self, *, heard_since: float) -> dict[str, WorkerView]:
         """Workers with free slots, for placement, by peer. Silent ones get nothing new."""
         return {

@@ -64,6 +64,12 @@ class Groups:
         """Tasks that wait for their first or next group, over all epochs."""
         return len(self._retries) + self._order.length - self._place
 
+    @property
+    def any_waiting(self) -> bool:
+        """Whether a trajectory is on no worker."""
+        waiting = TrajectoryState.WAITING
+        return any(t.row.state == waiting for t in self.trajectories.values())
+
     def in_line(self) -> list[Group]:
         """Living groups in the order in which they must be trained at the latest."""
         return sorted(

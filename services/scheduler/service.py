@@ -79,6 +79,8 @@ class SchedulerService:
         self._history = asyncio.Lock()
         """Held where the history of steps is read and then changed."""
         self._gone: list[str] = []
+        """Rollout workers that left since the last look."""
+        self._expire_at = 0.0
         self._fleet = Fleet(members=[], version=-1, versions_published=0)
         self._busy_at_step: dict[str, tuple[float, float]] = {}
         self._idle_shares: dict[str, float] = {}
@@ -171,7 +173,10 @@ class SchedulerService:
 
     def _next_work(self) -> Outcome:
         now = _now()
-        outcome = self._book.expire(now)
+        outcome = Outcome()
+        if now >= self._expire_at:
+            outcome.add(self._book.expire(now))
+            self._expire_at = now + TICK_S
         while self._gone:
             outcome.add(self._book.worker_gone(self._gone.pop(), now))
         outcome.add(self._book.advance(now))

@@ -545,6 +545,25 @@ def test_the_leftover_of_the_last_epoch_is_dropped_with_a_reason(open_desk: Open
     assert reasons == ["incomplete_batch"]
 
 
+def test_a_group_still_in_its_first_turn_is_waited_for_before_it_becomes_too_old(
+    open_desk: Open,
+) -> None:
+    desk = open_desk(groups_per_step=1, max_staleness_steps=1)
+    slow, fast = groups_of(desk)
+    end_group(desk, fast, 0.0, 1.0)
+    desk.finish(desk.take())
+    desk.publish()
+    desk.report("w0")
+    desk.report("w1")
+    desk.work()
+    newer = next(group for group in groups_of(desk) if group != slow)
+    end_group(desk, newer, 0.0, 1.0)
+    assert desk.take() == []
+    assert slow in desk.offer.waiting_for
+    end_group(desk, slow, 0.0, 1.0)
+    assert desk.take() == [slow]
+
+
 def test_a_tightened_bound_drops_what_is_too_old_and_says_so(open_desk: Open) -> None:
     desk = open_desk(max_staleness_steps=3, tasks=40)
     slow = groups_of(desk)[0]

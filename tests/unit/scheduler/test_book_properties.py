@@ -116,8 +116,8 @@ class Chaos:
         pick = random.Random(number)
         for name, worker in self.desk.workers.items():
             for trajectory_id in sorted(worker.held):
-                slow = random.Random(trajectory_id).random() < 0.2
-                if pick.random() < (0.3 if slow else 0.95):
+                slow = random.Random(trajectory_id.rpartition(".")[0]).random() < 0.3
+                if pick.random() < (0.15 if slow else 0.95):
                     self.desk.turn(name, trajectory_id, reward(float(pick.randint(0, 1))))
             self.desk.report(name)
         self.desk.work()
