@@ -246,6 +246,19 @@ def test_a_refused_assignment_waits_and_the_worker_gets_nothing_until_it_reports
     assert again.peer != order.peer
 
 
+def test_a_late_refusal_of_an_older_placement_changes_nothing(open_desk: Open) -> None:
+    desk = open_desk(tasks=1)
+    old = order_of(desk, "t0.e0.a0.0")
+    desk.kill(holder(desk, "t0.e0.a0.0").name)
+    desk.work()
+    before = desk.book.groups.trajectories["t0.e0.a0.0"].row
+    desk.carry_out(desk.book.assignment_failed(old, "gone", desk.now, lost=True))
+    assert desk.book.groups.trajectories["t0.e0.a0.0"].row == before
+    end_group(desk, "t0.e0.a0", 1.0, 0.0)
+    desk.carry_out(desk.book.assignment_failed(old, "gone", desk.now, lost=True))
+    assert desk.book.groups.alive["t0.e0.a0"].ready
+
+
 def test_an_assignment_that_every_worker_would_refuse_ends_as_a_failure(open_desk: Open) -> None:
     desk = open_desk(tasks=1, placements_max=2)
     for _ in range(2):
@@ -342,6 +355,23 @@ def test_failing_groups_with_no_success_between_fail_the_run_with_the_servers_me
     before = groups_of(desk)
     desk.work()
     assert groups_of(desk) == before
+
+
+def test_a_step_under_way_when_the_run_fails_is_recorded_and_the_trainer_told(
+    open_desk: Open,
+) -> None:
+    desk = open_desk(failed_groups_max=2)
+    first, second, *others = groups_of(desk)
+    end_group(desk, first, 0.0, 1.0)
+    end_group(desk, second, 0.0, 1.0)
+    batch = desk.take()
+    for group in others[:2]:
+        end_group(desk, group, None, None)
+    reply = desk.finish(batch)
+    assert reply.stop
+    assert "2 groups in a row failed" in reply.reason
+    assert desk.book.step == 1
+    assert waiting_for(desk.book, desk.now) == desk.book.groups.failure
 
 
 def test_one_success_between_failures_lets_the_run_go_on(open_desk: Open) -> None:
