@@ -56,10 +56,14 @@ class SegmentTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Replace all weights, in the layout that this device's kernels want."""
         segment = Segment.open(Manifest.model_validate(update_info.manifest))
+        wanted = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
-        loaded: Any = self.model.load_weights(segment.tensors())  # pyright: ignore[reportCallIssue]
+        loaded: set[str] | None = self.model.load_weights(segment.tensors())  # pyright: ignore[reportCallIssue]
         finalize_layerwise_reload(self.model, self.model_config)
-        assert loaded is None or loaded, "the segment names no parameter of this model"
+        if loaded is not None and (missing := sorted(wanted - loaded)):  # vLLM would only warn.
+            raise ValueError(
+                f"the version has nothing for {missing[0]} and {len(missing) - 1} more"
+            )
         if self.device.type == "cpu":
             self._repack_output_embeddings()
 

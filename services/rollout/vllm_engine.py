@@ -83,6 +83,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         self._broken = self._broken or "closed"
         if llm is not None:
+            _detach(llm)
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
             llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the collector.
         if self._starter is not None:
@@ -235,7 +236,7 @@ class VllmEngine:
                 # The worker maps the file before it touches the model.
                 if not os.path.exists(manifest.segment):  # noqa: ASYNC240, PTH110  in memory
                     raise VersionGone(manifest.version) from error
-                self._broken = f"weights of version {manifest.version} are half loaded"
+                self._broken = f"version {manifest.version} is loaded in part: {error}"
                 raise EngineError(self._broken) from error
             await self._llm.finish_weight_update(str(manifest.version))
 
@@ -356,6 +357,15 @@ def _build(config: Config, bucket: BucketConfig) -> Any:
         )
     transfer = WeightTransferConfig(backend=BACKEND)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(weight_transfer_config=transfer, **arguments))
+
+
+def _detach(llm: Any) -> None:
+    """End what reads the engine core's outputs, which would log its orderly end as a failure."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+    llm.output_processor.propagate_error(EngineDeadError())
 
 
 def _sampling_params(request: GenerateRequest, max_tokens: int) -> Any:

@@ -14,7 +14,7 @@ SERVICES = ("coordinator", "rollout", "scheduler", "tools", "trainer")
 BROAD = ("Exception", "BaseException")
 BOUNDARIES = {
     "services/rollout/loop.py": {"boundary"},
-    "services/rollout/torch_engine.py": {"command"},
+    "services/rollout/torch_engine.py": {"command", "_run"},
     "services/rollout/vllm_engine.py": {"_run"},
     "services/tools/host.py": {"open_session", "_reset", "_call", "_grade", "_close"},
     "services/tools/threads.py": {"_work"},
