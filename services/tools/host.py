@@ -35,8 +35,8 @@ from services.tools import outcomes
 from services.tools.registry import Offer
 from services.tools.schema import BadArguments
 from services.tools.sdk import (
+    Busy,
     Environment,
-    InfrastructureFailure,
     Tool,
     Transcript,
     set_call_limit,
@@ -175,7 +175,11 @@ class ToolHost:
             name = f"{operation} of {session.session_id}"
             task = self._tasks.create_task(self._tracked(session, work), name=name)
             session.keep(operation, task)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except Busy as error:  # Nothing ran, so the same operation may come again.
+            session.forget(operation, task)
+            raise RequestRefused(Refusal.OVERLOADED, str(error)) from error
 
     async def _tracked(self, session: HeldSession, work: Callable[[], Awaitable[M]]) -> M:
         session.running += 1
@@ -193,6 +197,8 @@ class ToolHost:
             task: dict[str, Any] = json.loads(request.task)
             prompt = await self._invoke(environment.reset, RESET_LIMIT_S, task)
             messages = outcomes.prompt_of(prompt)
+        except Busy:
+            raise
         except Exception as error:  # noqa: BLE001 - the author's code; every ending is typed.
             self._sessions.close(session.session_id)
             return self._not_opened(request, error)
@@ -211,6 +217,8 @@ class ToolHost:
             tool, arguments = self._parse(session, request)
             value = await self._invoke_alone(session, tool, arguments, request.timeout_s)
             status, content, done = outcomes.outcome_of_value(value)
+        except Busy:
+            raise
         except Exception as error:
             status, content = outcomes.outcome_of_error(error)
             if status is ToolStatus.INFRASTRUCTURE:
@@ -223,6 +231,8 @@ class ToolHost:
         grade = session.state.environment.grade
         try:
             return outcomes.graded(await self._invoke(grade, request.timeout_s, transcript))
+        except Busy:
+            raise
         except Exception as error:
             log.warning("grade.failed", environment=session.environment, exc_info=error)
             return outcomes.not_graded(error)
@@ -293,7 +303,7 @@ class ToolHost:
         except NoThreadFree as error:
             if release:
                 release()
-            raise InfrastructureFailure(str(error)) from error
+            raise Busy(str(error)) from error
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────
 

@@ -35,7 +35,7 @@ from services.tools.jail import (
     python_command,
 )
 from services.tools.orphans import end_orphans
-from services.tools.sdk import InfrastructureFailure
+from services.tools.sdk import Busy, InfrastructureFailure
 from services.tools.seccomp import seccomp_program
 from services.tools.threads import NoThreadFree, StillRunning, Threads
 
@@ -126,7 +126,8 @@ class Sandbox:
 
         Raises:
             ValueError: the code cannot be run as text: a NUL byte, a lone surrogate, too long.
-            InfrastructureFailure: no slot became free, or the jail could not be started.
+            Busy: no slot became free within `slot_wait_s`.
+            InfrastructureFailure: the jail could not be started or ended.
         """
         _check_code(code)
         try:
@@ -135,8 +136,10 @@ class Sandbox:
                 start_wait_s=slot_wait_s,
                 limit_s=timeout_s + 2 * KILL_S,
             )
-        except (NoThreadFree, StillRunning) as error:
-            raise InfrastructureFailure(f"the sandbox is overloaded: {error}") from error
+        except NoThreadFree as error:
+            raise Busy("every slot of the sandbox is in use") from error
+        except StillRunning as error:
+            raise InfrastructureFailure(f"the sandbox does not end a run: {error}") from error
 
     def _run(self, code: str, timeout_s: float, limits: Limits) -> SandboxResult:
         command = python_command(self._python, limits, code)

@@ -54,6 +54,10 @@ class InfrastructureFailure(Exception):
     """Something of ours broke. The trajectory ends without a reward and is never trained."""
 
 
+class Busy(InfrastructureFailure):
+    """There is no room to run this now. The caller asks again, until its patience ends."""
+
+
 @dataclass(frozen=True)
 class EpisodeOver:
     """Returned by a tool whose call ends the episode."""

@@ -38,6 +38,11 @@ class Session(Generic[S, R]):
         if len(calls) > CALLS_KEPT:
             del self.replies[calls[0]]
 
+    def forget(self, operation: str, reply: R) -> None:
+        """Drop a reply, unless a later one took its place."""
+        if self.replies.get(operation) is reply:
+            del self.replies[operation]
+
 
 class Sessions(Generic[S, R]):
     """The open sessions of one server. `now_s` is any clock that does not go back."""

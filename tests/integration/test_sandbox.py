@@ -249,12 +249,12 @@ async def test_a_sandbox_that_is_gone_is_our_failure() -> None:
 
 
 @needs_bwrap
-async def test_a_full_sandbox_is_our_failure() -> None:
+async def test_a_full_sandbox_says_that_it_is_busy() -> None:
     single = await Sandbox.open(slots=1)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(single.run_python("while True: pass", timeout_s=SHORT_S))
         await asyncio.sleep(0)
-        with pytest.raises(InfrastructureFailure, match="overloaded"):
+        with pytest.raises(Busy, match="slot"):
             await single.run_python("print(1)", timeout_s=TIMEOUT_S, slot_wait_s=0.05)
     assert (await running).status is TIMEOUT
 

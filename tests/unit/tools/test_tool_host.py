@@ -259,7 +259,9 @@ async def test_a_session_never_runs_two_calls_at_once() -> None:
         assert (await called(host, "runs_so_far", call_id="e")).content == "[]"
 
 
-async def test_a_call_that_finds_no_thread_is_our_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_finds_no_thread_is_refused_and_may_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("services.tools.host.START_WAIT_S", LIMIT_S)
     async with hosted(capacity=2) as host:
         await opened(host)
@@ -267,7 +269,10 @@ async def test_a_call_that_finds_no_thread_is_our_failure(monkeypatch: pytest.Mo
         for session_id in ("s", "other"):
             await called(host, "hang", session_id=session_id, timeout_s=LIMIT_S)
         host.close_session("worker", CloseSession(session_id="other"))
-        assert (await graded(host)).failure is FailureKind.GRADER
+        for _ in range(2):
+            with pytest.raises(RequestRefused) as refused:
+                await graded(host)
+            assert refused.value.refusal is Refusal.OVERLOADED
 
 
 async def test_capacity_is_never_exceeded() -> None:
