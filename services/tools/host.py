@@ -169,23 +169,25 @@ class ToolHost:
     async def _once(
         self, session: HeldSession, operation: str, work: Callable[[], Awaitable[M]]
     ) -> M:
-        task: asyncio.Task[M] | None = session.replies.get(operation)
+        task: asyncio.Task[M | Busy] | None = session.replies.get(operation)
         if task is None:
             self._refuse_when_draining()
             name = f"{operation} of {session.session_id}"
             task = self._tasks.create_task(self._tracked(session, work), name=name)
             session.keep(operation, task)
-        try:
-            return await asyncio.shield(task)
-        except Busy as error:  # Nothing ran, so the same operation may come again.
+        reply = await asyncio.shield(task)
+        if isinstance(reply, Busy):  # Nothing ran, so the same operation may come again.
             session.forget(operation, task)
-            raise RequestRefused(Refusal.OVERLOADED, str(error)) from error
+            raise RequestRefused(Refusal.OVERLOADED, str(reply)) from reply
+        return reply
 
-    async def _tracked(self, session: HeldSession, work: Callable[[], Awaitable[M]]) -> M:
+    async def _tracked(self, session: HeldSession, work: Callable[[], Awaitable[M]]) -> M | Busy:
         session.running += 1
         self._enter()
         try:
             return await work()
+        except Busy as error:
+            return error
         finally:
             self._leave()
             session.running -= 1

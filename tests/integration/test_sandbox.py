@@ -22,7 +22,7 @@ from services.tools.jail import PRELUDE, Limits, find_python
 from services.tools.orphans import end_orphans
 from services.tools.registry import Offer
 from services.tools.sandbox import Sandbox, SandboxResult, SandboxStatus
-from services.tools.sdk import Environment, InfrastructureFailure, Transcript
+from services.tools.sdk import Busy, Environment, InfrastructureFailure, Transcript
 from services.tools.seccomp import seccomp_program
 
 OK, FAILED, KILLED, TIMEOUT, FLOOD = SandboxStatus
