@@ -8,6 +8,8 @@ from common.config import BucketConfig, Config
 
 CPU_BLOCK_TOKENS = 32
 """Smallest block that the CPU attention kernels like: prefixes are shared in units of it."""
+UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its full name: vLLM's CPU platform replaces the short one, as it sets threads per process."""
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 
 
@@ -33,8 +35,13 @@ def environment(cpus: Sequence[int], tensor_parallel: int, *, on_cpu: bool) -> d
         "TOKENIZERS_PARALLELISM": "false",
     }
     if on_cpu:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cpus, tensor_parallel)
         variables["TORCHDYNAMO_DISABLE"] = "1"
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cpus, tensor_parallel)
+    if on_cpu and tensor_parallel == 1:  # The binding above is that of worker processes.
+        variables["OMP_NUM_THREADS"] = str(len(cpus))
+        if len(cpus) > 1:
+            variables["OMP_PLACES"] = ",".join(f"{{{core}}}" for core in cpus)
+            variables["OMP_PROC_BIND"] = "true"
     return variables
 
 
@@ -72,12 +79,16 @@ def kv_bytes(model: Any, dtype: str, kv_tokens: int, *, ranks: int) -> int:
 
 def engine_arguments(config: Config, bucket: BucketConfig, *, on_cpu: bool) -> dict[str, Any]:
     """Arguments of `AsyncEngineArgs`, but for what needs the model's configuration."""
+    # One rank runs inside the engine core. As a process of its own it would spin on a shared
+    # buffer for a second after each message: on a CPU that takes a core from everybody else.
+    in_core = on_cpu and bucket.tensor_parallel == 1
     return {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "max_model_len": config.model.context_tokens,
         "max_num_seqs": bucket.slots,
         "tensor_parallel_size": bucket.tensor_parallel,
+        "distributed_executor_backend": UNIPROC_EXECUTOR if in_core else None,
         "enforce_eager": on_cpu,
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "enable_prefix_caching": True,

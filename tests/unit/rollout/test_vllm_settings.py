@@ -19,6 +19,13 @@ def test_cores_are_dealt_to_ranks(cpus: list[int], ranks: int, expected: str) ->
     assert thread_binding(cpus, ranks) == expected
 
 
+def test_one_rank_uses_exactly_the_cores_of_its_worker() -> None:
+    assert environment([3], 1, on_cpu=True)["OMP_NUM_THREADS"] == "1"
+    two = environment([2, 3], 1, on_cpu=True)
+    assert (two["OMP_NUM_THREADS"], two["OMP_PLACES"]) == ("2", "{2},{3}")
+    assert "OMP_NUM_THREADS" not in environment([2, 3], 2, on_cpu=True)
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_the_children_do_not_phone_home(*, on_cpu: bool) -> None:
     variables = environment([0], 1, on_cpu=on_cpu)
