@@ -1,6 +1,6 @@
 """The loop without a mesh, to compare with: sample everything, train, update, again.
 
-One process, one engine on all cores, the same trajectory loop, tools, loss and weight transfer as
+One process, one engine on `training.threads` cores, the same trajectory loop, tools, loss and weight transfer as
 the mesh; nothing overlaps. `python -m services.cli.single_loop CONFIG STEPS` prints one JSON line
 per step. Used by `libra bench overlap`.
 """
@@ -165,7 +165,7 @@ class SingleLoop:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        cores = sorted(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))[: config.training.threads]
         slots = sum(bucket.slots * bucket.workers for bucket in config.buckets)
         kv_tokens = sum(bucket.kv_tokens * bucket.workers for bucket in config.buckets)
         first = config.buckets[0]
