@@ -184,6 +184,9 @@ class TrainingConfig(Section):
     """Tokens packed into one forward pass."""
     nonfinite_steps_max: Count = 3
     """The run stops when so many steps in a row have a non-finite loss or gradient."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass. Weights, gradient sums and optimizer stay float32. On a
+    CPU with bfloat16 instructions it halves the time of a model of 100 million parameters."""
     ranks: Count = 1
     """Data-parallel ranks (FSDP2)."""
     threads: Count = 1

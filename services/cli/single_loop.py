@@ -1,8 +1,8 @@
 """The loop without a mesh, to compare with: sample everything, train, update, again.
 
-One process, one engine on `training.threads` cores, the same trajectory loop, tools, loss and weight transfer as
-the mesh; nothing overlaps. `python -m services.cli.single_loop CONFIG STEPS` prints one JSON line
-per step. Used by `libra bench overlap`.
+One process, one engine on `training.threads` cores, the same trajectory loop, tools, loss and
+weight transfer as the mesh; nothing overlaps. `python -m services.cli.single_loop CONFIG STEPS`
+prints one JSON line per step. Used by `libra bench overlap`.
 """
 
 import asyncio
@@ -52,7 +52,8 @@ from services.scheduler.tasks import Task, TaskOrder, load_tasks
 from services.tools.host import ToolHost
 from services.tools.registry import load_target
 from services.trainer.batch import batch_sequences
-from services.trainer.publish import DTYPES, Publisher
+from services.trainer.model import DTYPES
+from services.trainer.publish import Publisher
 from services.trainer.ranks import Ranks
 
 T = TypeVar("T")

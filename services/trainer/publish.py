@@ -28,7 +28,6 @@ COPY_TIMEOUT_S = 120.0
 """A copy runs at memory speed; past this the machine is broken."""
 ALIGNMENT = 64
 """Of the first tensor, in bytes; the format asks for 8."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -27,8 +27,9 @@ from common.service import Runtime
 from common.weights import NO_VERSION, version_id
 from services.trainer import checkpoint
 from services.trainer.batch import TrainingSequence, batch_sequences
+from services.trainer.model import DTYPES
 from services.trainer.peers import Peers
-from services.trainer.publish import COPY_TIMEOUT_S, DTYPES, Publisher, Segment
+from services.trainer.publish import COPY_TIMEOUT_S, Publisher, Segment
 from services.trainer.ranks import Ranks
 from services.trainer.step import StepAbandoned, StepResult
 

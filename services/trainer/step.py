@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from common.config import Config
 from services.trainer.batch import TrainingSequence, token_weights
 from services.trainer.losses import SUMS, Clipping, TokenLogprobs, policy_loss, token_sums
-from services.trainer.model import MicroBatch, Policy, micro_batch
+from services.trainer.model import DTYPES, MicroBatch, Policy, micro_batch
 from services.trainer.packing import Pack, deal, plan
 
 
@@ -74,6 +74,7 @@ class Learner:
         self.training = training = config.training
         self.clipping = Clipping(training.clip_low, training.clip_high, training.importance_cap)
         self.device = next(policy.parameters()).device
+        self.compute_dtype = DTYPES[training.compute_dtype]
         self.optimizer = torch.optim.AdamW(
             policy.parameters(),
             lr=training.learning_rate,
@@ -153,7 +154,7 @@ class Learner:
             logprobs: list[Tensor] = []
             for piece in self._pieces(part):
                 between()
-                logprobs.append(self.policy(piece.batch, self.temperature))
+                logprobs.append(self._logprobs(piece))
             known.append(logprobs)
         return known
 
@@ -186,7 +187,7 @@ class Learner:
         totals = _Totals(zero, torch.zeros(len(SUMS), device=self.device), zero)
         for number, piece in enumerate(self._pieces(sequences)):
             between()
-            current: Tensor = self.policy(piece.batch, self.temperature)
+            current = self._logprobs(piece)
             # With one update per step the proximal policy is the current one.
             fixed = current.detach() if proximal is None else proximal[number]
             logprobs = TokenLogprobs(current, fixed, piece.behaviour)
@@ -198,6 +199,11 @@ class Learner:
             totals.sums += sums
             totals.worst = torch.maximum(totals.worst, worst)
         return totals
+
+    def _logprobs(self, piece: _Piece) -> Tensor:
+        lower = self.compute_dtype is not torch.float32
+        with torch.autocast(self.device.type, self.compute_dtype, enabled=lower):
+            return self.policy(piece.batch, self.temperature)
 
     def _clip_gradient(self) -> float:
         """Scale the gradient to `grad_norm_max`; return its norm before, over all ranks."""

@@ -95,6 +95,18 @@ def test_the_gradient_is_that_of_the_whole_batch_by_autograd(tmp_path: Path) -> 
     assert made.train(batch, 1).metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
+def test_a_step_computed_in_bfloat16_is_nearly_that_in_float32(tmp_path: Path) -> None:
+    gradients: list[torch.Tensor] = []
+    for dtype in ("float32", "bfloat16"):
+        made = learner(tmp_path / dtype, compute_dtype=dtype)
+        made.train(sequences(6), 1)
+        assert {p.dtype for p in made.policy.parameters()} == {torch.float32}
+        gradients.append(gradient(made))
+    exact, rough = gradients
+    assert not torch.equal(exact, rough)
+    assert (exact - rough).norm() < 0.1 * exact.norm()
+
+
 def test_a_better_action_becomes_likelier(tmp_path: Path) -> None:
     made = learner(tmp_path)
     batch = on_policy(made, [replace(s, advantage=1.0) for s in sequences(4)], 1.0)
