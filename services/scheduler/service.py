@@ -63,6 +63,8 @@ RETRY_ELSEWHERE = (
     Refusal.STALE_FENCE,
 )
 """Refusals that say nothing against the trajectory. Others would come again from every worker."""
+WORKING_ROLES = ("rollout", "tools", "trainer")
+"""Roles that report how long they have worked; the others only wait for these."""
 
 
 class SchedulerService:
@@ -330,6 +332,8 @@ class SchedulerService:
         before = self._busy_at_step
         spans: list[tuple[str, float, float]] = []
         for status in self._fleet.members:
+            if status.member.role not in WORKING_ROLES:
+                continue
             busy_s, uptime_s = before.get(status.member.peer, (0.0, 0.0))
             spans.append((status.member.role, status.busy_s - busy_s, status.uptime_s - uptime_s))
         self._idle_shares |= idle_metrics(spans)

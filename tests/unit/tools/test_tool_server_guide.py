@@ -11,12 +11,15 @@ from common.trajectory import ToolStatus
 from services.tools.host import ToolHost
 from services.tools.registry import load_target
 
-GUIDE = Path(__file__).parent.parent.parent.parent / "docs" / "TOOL_SERVERS.md"
+ROOT = Path(__file__).parent.parent.parent.parent
+GUIDE = ROOT / "docs" / "TOOL_SERVERS.md"
+README = ROOT / "README.md"
 
 
 async def test_the_guides_first_server_can_be_loaded_called_and_graded(tmp_path: Path) -> None:
     text = GUIDE.read_text()
     example, row = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0] for kind in LANGUAGES)
+    assert example in README.read_text()
     target = tmp_path / "capitals.py"
     target.write_text(example)
     assert len([line for line in example.splitlines() if line.strip()]) <= 22
