@@ -32,7 +32,7 @@ from common.transport.zmq import ZmqTransport
 
 log = structlog.get_logger()
 
-GRACE_S = 20.0
+GRACE_S = 22.0
 """From the first stop signal to cancellation. Longer than any training step of a small model,
 shorter than the patience of systemd."""
 INSIST_S = 5.0

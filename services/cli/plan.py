@@ -15,7 +15,7 @@ SETTLED_S = 300.0
 STOP_ORDER = ("trainer", "rollout", "tools", "scheduler", "coordinator")
 """Who reports to whom: the trainer checkpoints first, and every worker hands back what it holds
 while the scheduler still listens."""
-GRACE_S = {"trainer": 25.0, "rollout": 15.0, "tools": 5.0, "scheduler": 5.0, "coordinator": 5.0}
+GRACE_S = {"trainer": 30.0, "rollout": 30.0, "tools": 5.0, "scheduler": 5.0, "coordinator": 5.0}
 """From SIGTERM to SIGKILL."""
 
 
