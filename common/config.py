@@ -96,8 +96,6 @@ class RolloutConfig(Section):
     tool_format: Literal["tags", "hermes"] = "hermes"
     """How the model writes tool calls: `<tool>…</tool>` tags, or Hermes/Qwen `<tool_call>`
     JSON."""
-    on_weight_update: Literal["keep"] = "keep"
-    """Trajectories in flight go on with the new weights."""
     tool_timeout_s: Seconds = 10.0
     """Wall-clock limit of one tool call; past it the model sees a time-out."""
     grade_timeout_s: Seconds = 30.0
