@@ -10,26 +10,14 @@ import pytest
 from common.clock import run_sim
 from common.errors import PeerUnreachable, Refusal, RequestRefused
 from common.membership import Membership
-from common.messages.coordinator import GetFleet, Manifest, PublishVersion
+from common.messages.coordinator import GetFleet, PublishVersion
 from common.messages.rollout import ApplyVersion, VersionApplied
 from common.service import Runtime
 from common.transport.sim import Faults, SimNetwork
 from services.coordinator.service import CoordinatorService
-from tests.support.sim import COORDINATOR, process, serving, until
+from tests.support.sim import COORDINATOR, describe, process, serving, until
 
 LEASE_S = 3.0
-
-
-async def describe(version: int, segment: str) -> Manifest:
-    return Manifest(
-        version=version,
-        segment=segment,
-        length=0,
-        chunk_bytes=1,
-        chunks=[],
-        digest=f"digest-{version}",
-        tensors=[],
-    )
 
 
 def coordinator(runtime: Runtime) -> CoordinatorService:

@@ -30,12 +30,11 @@ from tests.support.rollout import (
     TINY,
     Cluster,
     assign,
-    manifest,
     rollout_config,
     says,
 )
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.sim import process, sim_config, until
+from tests.support.sim import manifest, process, sim_config, until
 
 CALL = "<calculator>2+2</calculator>"
 ANSWER = f"<answer>4</answer>{END}"

@@ -22,7 +22,6 @@ from common.config import (
 from common.errors import LedgerError, RunFailed
 from common.membership import Membership
 from common.messages.base import Request
-from common.messages.coordinator import Manifest
 from common.messages.rollout import AssignTrajectory
 from common.messages.scheduler import (
     GetRunStatus,
@@ -39,7 +38,7 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.summary import summarise
 from tests.support.rollouts import FakeTrainer, FakeWorker, coin, persist
 from tests.support.scheduling import failure, reward
-from tests.support.sim import process, serving, sim_config, until
+from tests.support.sim import describe, process, serving, sim_config, until
 
 
 def write_tasks(directory: Path, count: int) -> Path:
@@ -57,18 +56,6 @@ def job(directory: Path, *, tasks: int = 16, max_steps: int = 4, **training: obj
         training=TrainingConfig.model_validate(values | training),
         scheduler=SchedulerConfig(max_staleness_steps=1, lease_s=5.0),
         buckets=[BucketConfig(name="short", workers=2)],
-    )
-
-
-async def describe(version: int, segment: str) -> Manifest:
-    return Manifest(
-        version=version,
-        segment=segment,
-        length=0,
-        chunk_bytes=1,
-        chunks=[],
-        digest=f"digest-{version}",
-        tensors=[],
     )
 
 

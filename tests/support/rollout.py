@@ -18,7 +18,7 @@ from common.config import (
     ToolServerConfig,
 )
 from common.messages.base import R, Request
-from common.messages.coordinator import GetFleet, Manifest, MemberStatus
+from common.messages.coordinator import GetFleet, MemberStatus
 from common.messages.rollout import AssignTrajectory
 from common.messages.scheduler import TrajectoryResult, TurnFinished
 from common.service import Runtime, Service
@@ -99,19 +99,6 @@ def moved(turns: list[TurnFinished], **changes: object) -> AssignTrajectory:
 def packed(text: str) -> bytes:
     """Token ids of a text in the tiny tokenizer, as they travel."""
     return pack_tokens(TINY.encode(text))
-
-
-def manifest(version: int) -> Manifest:
-    """A version that only fake engines can apply."""
-    return Manifest(
-        version=version,
-        segment="s",
-        length=0,
-        chunk_bytes=1,
-        chunks=[],
-        digest=f"digest-{version}",
-        tensors=[],
-    )
 
 
 @dataclass

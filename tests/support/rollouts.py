@@ -162,7 +162,7 @@ class FakeTrainer:
 
     async def _publish(self, step: int) -> None:
         version = version_id(self.lineage, step)
-        request = PublishVersion(version=version, segment="/nowhere")
+        request = PublishVersion(version=version, segment="sim:nothing")
         while True:
             try:
                 await self._membership.ask_coordinator(request, timeout_s=5)

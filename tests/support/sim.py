@@ -14,10 +14,29 @@ from common.config import (
     ToolServerConfig,
 )
 from common.mesh import Mesh
+from common.messages.coordinator import Manifest
 from common.service import Runtime, Service
 from common.transport.sim import SimNetwork
 
 COORDINATOR = "sim://coordinator"
+
+
+def manifest(version: int, segment: str = "sim:nothing") -> Manifest:
+    """A version without tensors, that only fake engines can apply."""
+    return Manifest(
+        version=version,
+        segment=segment,
+        length=0,
+        chunk_bytes=1,
+        chunks=[],
+        digest=f"digest-{version}",
+        tensors=[],
+    )
+
+
+async def describe(version: int, segment: str) -> Manifest:
+    """What a coordinator in a simulation says of any segment."""
+    return manifest(version, segment)
 
 
 def sim_config(**sections: object) -> Config:

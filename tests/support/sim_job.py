@@ -1,7 +1,6 @@
 """A whole job on the simulated network: real scheduler, coordinator and rollout workers with the
 fake engine; a tool server and a trainer that only keep their protocols."""
 
-import asyncio
 import contextlib
 import json
 from collections import Counter
@@ -9,20 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import BucketConfig, Config, RunConfig, SamplingConfig, TrainingConfig
-from common.errors import RequestRefused, TransportError
-from common.membership import Membership
-from common.messages.coordinator import Manifest, PublishVersion
-from common.messages.scheduler import (
-    BeginLineage,
-    FetchGroup,
-    StepFinished,
-    TakeBatch,
-)
+from common.messages.scheduler import GroupData, TurnData
 from common.messages.tools import GradeSession, SessionGraded
 from common.service import Runtime
 from common.trajectory import unpack_tokens
 from common.transport.sim import SimNetwork
-from common.weights import step_of, version_id
+from common.weights import step_of
 from services.coordinator.service import CoordinatorService
 from services.rollout.fake_engine import FakeEngine
 from services.rollout.service import RolloutService
@@ -30,7 +21,8 @@ from services.scheduler.ledger import MemoryLedger
 from services.scheduler.service import SchedulerService
 from tests.support.chat import tiny_chat
 from tests.support.peers import FakeTools, returns
-from tests.support.sim import serving, sim_config
+from tests.support.rollouts import FakeTrainer
+from tests.support.sim import describe, serving, sim_config, until
 
 CALL = "<calculator>2+2</calculator>"
 ANSWER = "<answer>4</answer>"
@@ -53,102 +45,41 @@ class GradingTools(FakeTools):
         return SessionGraded(reward=float(sum(request.session_id.encode()) % 7))
 
 
-@dataclass
-class SimTrainer:
-    """Takes batches, publishes versions, reports steps; checks what it is given."""
+class CheckingTrainer(FakeTrainer):
+    """A trainer that checks what it trains."""
 
-    trained: Counter[str] = field(default_factory=Counter[str])
-    """Groups by how often they were trained."""
-    staleness_max: int = 0
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    step_s: float = 0.5
+    @property
+    def groups(self) -> Counter[str]:
+        """How often each group was trained."""
+        return Counter(group.group_id for step in self.trained.values() for group in step)
 
-    def __call__(self, runtime: Runtime) -> "SimTrainer":
-        self._runtime = runtime
-        self._membership = Membership(runtime)
-        return self
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(self._membership.run()), tasks.create_task(self._train())]
-            await stopping.wait()
-            for loop in loops:
-                loop.cancel()
-
-    async def _train(self) -> None:
-        await self._membership.joined(timeout_s=60)
-        lineage = (await self._ask(BeginLineage(step=0))).lineage
-        await self._publish(version_id(lineage, 0))
-        step = 1
-        while True:
-            offer = await self._ask(TakeBatch(lineage=lineage, step=step))
-            if offer.exhausted:
-                break
-            if not offer.group_ids:
-                continue
-            for group_id in offer.group_ids:
-                await self._check(group_id, step)
-            await asyncio.sleep(self.step_s)
-            await self._publish(version_id(lineage, step))
-            finished = StepFinished(
-                lineage=lineage,
-                step=step,
-                attempt=0,
-                skipped="",
-                group_ids=offer.group_ids,
-                metrics={"time/step": self.step_s},
-            )
-            recorded = await self._ask(finished)
-            self.trained.update(offer.group_ids)
-            if recorded.stop:
-                break
-            step += 1
-        self.finished.set()
-
-    async def _check(self, group_id: str, step: int) -> None:
-        group = await self._ask(FetchGroup(group_id=group_id))
-        for trajectory in group.trajectories:
-            assert trajectory.prompt_tokens
-            for turn in trajectory.turns:
-                versions = unpack_tokens(turn.action_versions)
-                assert len(versions) * 4 == len(turn.action_tokens) == len(turn.action_logprobs)
-                assert versions == sorted(versions), "versions are applied in order"
-                staleness = step - 1 - min(step_of(version) for version in versions)
-                self.staleness_max = max(self.staleness_max, staleness)
-
-    async def _ask(self, request):  # noqa: ANN202
-        """Until it is answered: every request of a trainer is idempotent."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                try:
-                    scheduler = await self._membership.wait_for("scheduler", timeout_s=60)
-                    return await self._membership.request(scheduler, request, timeout_s=5)
-                except (TransportError, RequestRefused):
-                    await asyncio.sleep(0.2)
-
-    async def _publish(self, version: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                try:
-                    request = PublishVersion(version=version, segment=f"sim:{version}")
-                    await self._membership.ask_coordinator(request, timeout_s=5)
-                except (TransportError, RequestRefused):
-                    await asyncio.sleep(0.2)
-                else:
-                    return
+    @property
+    def staleness_max(self) -> int:
+        """Of any token of any step; also checks that versions only grow within a turn."""
+        return max(
+            step - 1 - step_of(min(versions))
+            for step, groups in self.trained.items()
+            for versions in map(turn_versions, turns(groups))
+        )
 
 
-async def describe(version: int, segment: str) -> Manifest:
-    """A manifest of nothing."""
-    return Manifest(
-        version=version,
-        segment=segment,
-        length=0,
-        chunk_bytes=1,
-        chunks=[],
-        digest=f"digest-{version}",
-        tensors=[],
-    )
+def turns(groups: list[GroupData]) -> list[TurnData]:
+    """All turns that have sampled tokens."""
+    return [
+        turn
+        for group in groups
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+        if turn.action_tokens
+    ]
+
+
+def turn_versions(turn: TurnData) -> list[int]:
+    """The version of each token of a turn."""
+    versions = unpack_tokens(turn.action_versions)
+    assert len(versions) * 4 == len(turn.action_tokens) == len(turn.action_logprobs)
+    assert versions == sorted(versions), "versions are applied in order"
+    return versions
 
 
 @dataclass
@@ -158,7 +89,7 @@ class SimJob:
     network: SimNetwork
     directory: Path
     max_steps: int = 6
-    trainer: SimTrainer = field(default_factory=SimTrainer)
+    trainer: CheckingTrainer = field(default_factory=CheckingTrainer)
     tools: FakeTools = field(default_factory=lambda: GradingTools(call=returns("4")))
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
 
@@ -223,5 +154,4 @@ class SimJob:
             names = ("coordinator", "scheduler", "calculator", "short-0", "long-0", "trainer")
             for name in names:
                 await start(name)
-            async with asyncio.timeout(PATIENCE_S):
-                await self.trainer.finished.wait()
+            await until(lambda: self.trainer.reason is not None, PATIENCE_S)

@@ -3,18 +3,11 @@ from hypothesis import strategies as st
 
 from common.messages.coordinator import Manifest
 from services.coordinator.versions import FAILURES_MAX, Versions
+from tests.support.sim import manifest as manifest_of
 
 
 def manifest(version: int) -> Manifest:
-    return Manifest(
-        version=version,
-        segment=f"/segment-{version % 3}",
-        length=0,
-        chunk_bytes=1,
-        chunks=[],
-        digest=str(version),
-        tensors=[],
-    )
+    return manifest_of(version, f"/segment-{version % 3}")
 
 
 def test_an_older_version_is_never_announced() -> None:

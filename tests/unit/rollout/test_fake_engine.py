@@ -7,21 +7,9 @@ import pytest
 
 from common.clock import run_sim
 from common.errors import EngineError
-from common.messages.coordinator import Manifest
 from services.rollout.engine import GenerateRequest
 from services.rollout.fake_engine import FakeEngine
-
-
-def manifest(version: int) -> Manifest:
-    return Manifest(
-        version=version,
-        segment=f"sim:{version}",
-        length=0,
-        chunk_bytes=1,
-        chunks=[],
-        digest=f"digest-{version}",
-        tensors=[],
-    )
+from tests.support.sim import manifest
 
 
 def request(name: str = "a", max_tokens: int = 10) -> GenerateRequest:
