@@ -301,12 +301,17 @@ class Book:
     ) -> None:
         rows = [row for group in taken for row in group.usable]
         passed_s = now - self._step_at
-        metrics = step_metrics(finished, rows, self.groups.counts, passed_s=passed_s) | {
-            **extra,
-            **finished.metrics,
-        }
+        metrics = step_metrics(
+            finished,
+            rows,
+            self.groups.counts,
+            filtered_rewards=self.groups.filtered_rewards,
+            passed_s=passed_s,
+        )
+        metrics |= {**extra, **finished.metrics}
         self.groups.train(taken, outcome)
         self.groups.counts.clear()
+        self.groups.filtered_rewards.clear()
         self.step, self.attempt, self._step_at = finished.step, 0, now
         self.last_metrics = metrics
         outcome.line = json.dumps(metrics)

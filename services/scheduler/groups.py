@@ -39,6 +39,8 @@ class Groups:
         """Why the run cannot go on, or empty."""
         self.counts: Counter[str] = Counter()
         """What happened since the last recorded step; names as in `metrics.jsonl`."""
+        self.filtered_rewards: list[float] = []
+        """Of the groups that were dropped for having equal ones, since the last recorded step."""
         self.ended_groups = Counter(
             {
                 GroupState.TRAINED.value: snapshot.groups_trained,
@@ -131,6 +133,7 @@ class Groups:
         self.counts["groups/closed"] += 1
         if self._rules.filters_zero_variance and max(rewards) - min(rewards) <= REWARD_TOLERANCE:
             self.counts["groups/zero_variance"] += 1
+            self.filtered_rewards += rewards
             self.drop(group, "zero_variance", outcome)
             return
         group.row = replace(group.row, state=GroupState.READY.value)

@@ -35,6 +35,7 @@ def step_metrics(
     rows: Sequence[TrajectoryRow],
     counts: Mapping[str, int],
     *,
+    filtered_rewards: Sequence[float],
     passed_s: float,
 ) -> dict[str, float]:
     """The row of one step, without what only the trainer and the coordinator know.
@@ -43,9 +44,16 @@ def step_metrics(
         finished: the step.
         rows: the trajectories that it trained.
         counts: what happened since the step before, by the name of the metric.
+        filtered_rewards: of groups that were dropped since then because they were all equal. They
+            count for `reward/…`: groups that are all right are dropped too, and without them the
+            curve would show the policy's doubts instead of its success.
         passed_s: seconds since the step before.
     """
     batch = batch_metrics(rows, step=finished.step)
+    trained = [row.reward for row in rows if row.reward is not None]
+    _spread(batch, "reward", [*trained, *filtered_rewards])
+    if trained:
+        batch["reward/trained_mean"] = sum(trained) / len(trained)
     closed, filtered = counts.get("groups/closed", 0), counts.get("groups/zero_variance", 0)
     return {
         "step": finished.step,
@@ -61,7 +69,6 @@ def step_metrics(
 def batch_metrics(rows: Sequence[TrajectoryRow], *, step: int) -> dict[str, float]:
     """What the trajectories of one batch say. `rows` are the usable ones."""
     metrics: dict[str, float] = {}
-    _spread(metrics, "reward", [row.reward for row in rows if row.reward is not None])
     _spread(metrics, "staleness", [staleness(row, step=step) for row in rows])
     _spread(metrics, "turns", [row.turns for row in rows])
     action_tokens = [row.action_tokens for row in rows]

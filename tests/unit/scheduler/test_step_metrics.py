@@ -45,9 +45,6 @@ STEP = StepFinished(lineage=0, step=5, attempt=0, skipped="", group_ids=[], metr
 def test_the_means_and_extremes_of_a_batch_are_those_worked_out_by_hand() -> None:
     metrics = batch_metrics([ROW, OTHER], step=5)
     expected = {
-        "reward/mean": 0.5,
-        "reward/max": 1.0,
-        "reward/min": 0.0,
         "staleness/mean": 0.5,
         "staleness/max": 1,
         "turns/mean": 3.0,
@@ -92,12 +89,21 @@ def test_counts_since_the_last_step_are_in_the_row() -> None:
         "groups/dropped/failed": 1,
         "rollout/failed/tool": 2,
     }
-    metrics = step_metrics(STEP, [ROW], counts, passed_s=4.0)
+    metrics = step_metrics(STEP, [ROW], counts, filtered_rewards=[], passed_s=4.0)
     assert metrics["groups/zero_variance_share"] == 0.75
     assert metrics["groups/dropped/failed"] == 1
     assert metrics["rollout/failed/tool"] == 2
     assert metrics["throughput/tokens_per_s"] == 5.0
-    assert step_metrics(STEP, [ROW], {}, passed_s=0.0)["throughput/tokens_per_s"] == 0.0
+    at_once = step_metrics(STEP, [ROW], {}, filtered_rewards=[], passed_s=0.0)
+    assert at_once["throughput/tokens_per_s"] == 0.0
+
+
+def test_the_reward_counts_groups_that_were_filtered_for_being_all_right() -> None:
+    filtered = [1.0, 1.0]
+    metrics = step_metrics(STEP, [ROW, OTHER], {}, filtered_rewards=filtered, passed_s=1.0)
+    assert metrics["reward/mean"] == 0.75
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["reward/trained_mean"] == 0.5
 
 
 def test_idle_shares_are_per_role_and_between_zero_and_one() -> None:
