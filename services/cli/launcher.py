@@ -180,7 +180,7 @@ class Launcher:
             while True:
                 status = await self._status(membership) or status
                 if status is not None:
-                    progress.note(status, self._fleet, loop.time())
+                    progress.note(status, loop.time())
                 live.update(progress.table(status, loop.time()))
                 await asyncio.sleep(POLL_S)
 
@@ -188,7 +188,7 @@ class Launcher:
         loop = asyncio.get_running_loop()
         while True:
             status = await self._status(membership)
-            if status is not None and progress.note(status, self._fleet, loop.time()):
+            if status is not None and progress.note(status, loop.time()):
                 self._console.print(progress.line(status, loop.time()), soft_wrap=True)
             await asyncio.sleep(POLL_S)
 

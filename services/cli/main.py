@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from common.errors import ConfigError, LibraError
+from common.logs import configure_logs
 from common.service import EXIT_CONFIG, EXIT_FAILED
 from common.service import main as serve_main
 from services.cli.bench_commands import bench
@@ -49,6 +50,7 @@ def run(
     from services.cli.launcher import launch
     from services.cli.plan import processes
 
+    configure_logs("launcher", "launcher", level="WARNING")
     given = list(overrides or [])
     if max_steps is not None:
         given.append(f"run.max_steps={max_steps}")

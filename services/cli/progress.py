@@ -7,7 +7,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from common.messages.coordinator import Fleet
 from common.messages.scheduler import RunStatus
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -24,13 +23,9 @@ class Progress:
     first_step_s: float | None = None
     first_step: int = 0
     step: int = -1
-    _busy: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    idle: dict[str, float] = field(default_factory=dict[str, float])
 
-    def note(self, status: RunStatus, fleet: Fleet | None, now: float) -> bool:
+    def note(self, status: RunStatus, now: float) -> bool:
         """Take in a new status; True when a step has ended since the last one."""
-        if fleet is not None:
-            self._note_fleet(fleet)
         if status.step == self.step:
             return False
         ended = self.step >= 0 or status.step > 0
@@ -40,24 +35,6 @@ class Progress:
             if self.first_step_s is None:
                 self.first_step_s, self.first_step = now, status.step
         return ended
-
-    def _note_fleet(self, fleet: Fleet) -> None:
-        """Idle share of each role since the last look."""
-        spans: dict[str, list[tuple[float, float]]] = {}
-        for entry in fleet.members:
-            member = entry.member
-            before = self._busy.get(member.peer)
-            self._busy[member.peer] = (entry.busy_s, entry.uptime_s)
-            if before is not None and entry.uptime_s > before[1]:
-                spans.setdefault(member.role, []).append(
-                    (entry.busy_s - before[0], entry.uptime_s - before[1])
-                )
-        for role in ("rollout", "trainer", "tools"):
-            if role in spans:
-                busy = sum(span[0] for span in spans[role])
-                total = sum(span[1] for span in spans[role])
-                share = min(1.0, max(0.0, 1.0 - busy / total))
-                self.idle[role] = 0.7 * self.idle.get(role, share) + 0.3 * share
 
     def eta_s(self, status: RunStatus, now: float) -> float | None:
         """Seconds until the last step at the pace so far; None before two steps."""
@@ -102,11 +79,7 @@ class Progress:
         )
         head.add_row("[b]trajectories[/b]", "", counts(status.trajectories))
         head.add_row("[b]groups[/b]", "", counts(status.groups))
-        head.add_row(
-            "[b]idle[/b]",
-            "",
-            "  ".join(f"{role} {share:.0%}" for role, share in self.idle.items()),
-        )
+        head.add_row("[b]idle[/b]", "", idle(metrics))
         head.add_row(
             "[b]time[/b]",
             clock(now - self.started_s),
@@ -145,6 +118,12 @@ def spark(values: list[float]) -> str:
     shown = values[-REWARDS_SHOWN:]
     top = max([1.0, *shown])
     return "".join(SPARKS[round(max(0.0, value) / top * (len(SPARKS) - 1))] for value in shown)
+
+
+def idle(metrics: Mapping[str, float]) -> str:
+    """`rollout 40%  trainer 3%`, of the last step."""
+    shares = {name: share for name, share in metrics.items() if name.startswith("idle/")}
+    return "  ".join(f"{name.removeprefix('idle/')} {share:.0%}" for name, share in shares.items())
 
 
 def counts(by_state: Mapping[str, int]) -> str:

@@ -1,6 +1,5 @@
 from rich.console import Console
 
-from common.messages.coordinator import Fleet, Member, MemberStatus
 from common.messages.scheduler import RunStatus, WorkerStatus
 from services.cli.progress import Progress, clock, spark
 
@@ -24,49 +23,40 @@ def status(step: int, reward: float = 0.5) -> RunStatus:
                 decode_tokens=5,
             )
         ],
-        last_metrics={"reward/mean": reward, "throughput/tokens_per_s": 1234.0},
+        last_metrics={
+            "reward/mean": reward,
+            "throughput/tokens_per_s": 1234.0,
+            "idle/rollout": 0.4,
+        },
         waiting_for="2 groups",
     )
 
 
-def fleet(busy_s: float, uptime_s: float) -> Fleet:
-    member = Member(peer="r/rollout/short-0/a", role="rollout", name="short-0", address="x")
-    entry = MemberStatus(
-        member=member,
-        pid=1,
-        version=0,
-        loop_lag_s=0.0,
-        busy_s=busy_s,
-        uptime_s=uptime_s,
-        silent_s=0.0,
-        applying_s=0.0,
-    )
-    return Fleet(members=[entry], version=0, versions_published=1)
-
-
 def test_the_remaining_time_follows_the_pace_of_the_steps_so_far() -> None:
     progress = Progress("demo", started_s=0.0)
-    progress.note(status(1), None, now=30.0)
+    progress.note(status(1), now=30.0)
     assert progress.eta_s(status(1), now=30.0) is None
-    progress.note(status(3), None, now=50.0)
+    progress.note(status(3), now=50.0)
     assert progress.eta_s(status(3), now=50.0) == 70.0
-
-
-def test_a_role_is_idle_for_the_time_in_which_it_was_not_busy() -> None:
-    progress = Progress("demo", started_s=0.0)
-    progress.note(status(1), fleet(busy_s=1.0, uptime_s=10.0), now=1.0)
-    progress.note(status(1), fleet(busy_s=4.0, uptime_s=20.0), now=2.0)
-    assert progress.idle == {"rollout": 0.7}
 
 
 def test_the_table_shows_what_a_person_asks_for() -> None:
     progress = Progress("demo", started_s=0.0)
-    progress.note(status(4, reward=0.25), fleet(0.0, 1.0), now=1.0)
+    progress.note(status(4, reward=0.25), now=1.0)
     console = Console(record=True, width=120, file=None, force_terminal=False)
     with console.capture() as capture:
         console.print(progress.table(status(4, reward=0.25), now=61.0))
     shown = capture.get()
-    for expected in ("4 / 10", "0.250", "running 3", "short-0", "1:01", "2 groups", "1,234"):
+    for expected in (
+        "4 / 10",
+        "0.250",
+        "running 3",
+        "short-0",
+        "1:01",
+        "2 groups",
+        "1,234",
+        "rollout 40%",
+    ):
         assert expected in shown
 
 
@@ -79,8 +69,8 @@ def test_before_the_first_status_the_table_says_that_it_starts() -> None:
 
 def test_a_step_is_one_line_elsewhere() -> None:
     progress = Progress("demo", started_s=0.0)
-    assert not progress.note(status(0), None, now=0.0)
-    assert progress.note(status(1), None, now=1.0)
+    assert not progress.note(status(0), now=0.0)
+    assert progress.note(status(1), now=1.0)
     assert progress.line(status(1), now=2.0).startswith("step 1/10  reward 0.500")
 
 
