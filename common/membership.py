@@ -53,8 +53,6 @@ class Membership:
         self._callbacks: list[Callable[[MemberUpdate], None]] = []
         self._changed = asyncio.Condition()
         self._coordinator: str | None = None
-        self._connected: set[str] = set()
-        runtime.mesh.on_peer_lost(lambda peer, _reason: self._connected.discard(peer))
         self._last_coordinator = ""
         self._missed = 0
         self._number = 0
@@ -209,7 +207,6 @@ class Membership:
         if update.gone:
             if self.members.pop(peer, None) is None:
                 return
-            self._connected.discard(peer)
             self._mesh.disconnect(peer)
         elif self.members.get(peer) == update.member:
             return

@@ -24,7 +24,7 @@ import uvloop
 
 from common.config import Config
 from common.config_load import load_config
-from common.errors import ConfigError, LibraError
+from common.errors import ConfigError, LibraError, RunFailed
 from common.identity import new_identity
 from common.logs import configure_logs
 from common.mesh import Mesh
@@ -73,20 +73,20 @@ def main(
     options = _parse(role, arguments)
     die_with_parent(options.parent)
     configure_logs(role, options.name)
-    code = EXIT_OK
+    code, asked = EXIT_OK, asyncio.Event()
     try:
         config = load_config(Path(options.config), options.override)
         run_dir = Path(options.run_dir or Path(config.run.directory) / config.run.name)
         run_dir.mkdir(parents=True, exist_ok=True)
-        uvloop.run(_supervise(build, config, run_dir, options))
+        uvloop.run(_supervise(build, config, run_dir, options, asked))
     except* ConfigError as group:
         code = _report(group, EXIT_CONFIG)
     except* LibraError as group:
         code = _report(group, EXIT_FAILED)
-    except* asyncio.CancelledError:
-        code = EXIT_FAILED
-        log.error("service.failed", error="Cancelled", detail=f"did not stop in {GRACE_S:g} s")
-    log.info("service.stopped", exit_code=code)
+    except* Exception as group:  # A bug: the process ends, and says which.
+        code = _report(group, EXIT_FAILED)
+        log.exception("service.crashed")
+    log.info("service.stopped", exit_code=code, asked=asked.is_set())
     return code
 
 
@@ -129,7 +129,11 @@ def _parse(role: str, arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def _supervise(
-    build: Callable[[Runtime], Service], config: Config, run_dir: Path, options: argparse.Namespace
+    build: Callable[[Runtime], Service],
+    config: Config,
+    run_dir: Path,
+    options: argparse.Namespace,
+    stopping: asyncio.Event,
 ) -> None:
     role: str = options.role
     run_id = options.run_id or config.run.name
@@ -142,7 +146,6 @@ async def _supervise(
         if role == "coordinator"
         else bind_address(coordinator_address(), local=True)
     )
-    stopping = asyncio.Event()
     transport = ZmqTransport(str(new_identity(run_id, role, options.name)), bind)
     async with Mesh(transport) as mesh:
         runtime = Runtime(config, run_id, run_dir, role, options.name, mesh, coordinator_address)
@@ -150,6 +153,8 @@ async def _supervise(
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(build(runtime).run(stopping), name=f"{role}.run")
             _stop_on_signals(stopping, work)
+        if work.cancelled():
+            raise RunFailed(f"{options.name} did not stop in {GRACE_S:g} s and was cut off")
 
 
 def _stop_on_signals(stopping: asyncio.Event, work: "asyncio.Task[None]") -> None:
@@ -193,13 +198,15 @@ def bind_address(coordinator: str, *, local: bool = False) -> str:
         ) from error
 
 
-def _report(group: BaseExceptionGroup[LibraError], code: int) -> int:
+def _report(group: BaseExceptionGroup[Exception], code: int) -> int:
     for error in _leaves(group):
-        log.error("service.failed", error=type(error).__name__, detail=str(error))
+        kind = type(error).__name__
+        detail = str(error) if isinstance(error, LibraError) else f"{kind}: {error}"
+        log.error("service.failed", error=kind, detail=detail)
     return code
 
 
-def _leaves(group: BaseExceptionGroup[LibraError]) -> list[BaseException]:
+def _leaves(group: BaseExceptionGroup[Exception]) -> list[BaseException]:
     found: list[BaseException] = []
     for error in group.exceptions:
         found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])

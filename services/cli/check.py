@@ -1,5 +1,9 @@
 """Everything that can be known to be wrong before a process starts."""
 
+import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,8 +11,13 @@ from common.config import Config
 from common.config_check import check_config
 from common.config_load import load_config
 from common.errors import ConfigError
+from services.rollout.parsers import PARSERS
+from services.rollout.render import Renderer
+from services.rollout.tokenizer import load_tokenizer
 from services.scheduler.tasks import load_tasks
-from services.tools.registry import load_target
+
+IMPORT_TIMEOUT_S = 60.0
+"""For the target of a tool server to be imported."""
 
 
 def check_job(path: Path, overrides: Sequence[str]) -> Config:
@@ -28,17 +37,64 @@ def check_job(path: Path, overrides: Sequence[str]) -> Config:
             problems.extend(error.problems)
 
     collect(lambda: check_config(config, path, overrides))
+    if not problems:  # Else the model is known to be unusable.
+        collect(lambda: _check_template(config))
     for server in config.tools:
-        collect(lambda target=server.target: environments.update(load_target(target).environments))
+        collect(lambda target=server.target: environments.update(environments_of(target)))
     collect(lambda: _check_tasks(config, environments if not problems else None))
     if problems:
         raise ConfigError(*problems)
     return config
 
 
+def environments_of(target: str) -> list[str]:
+    """Import a tool server's target in a process of its own and name what it serves.
+
+    Its code is the author's: it may end the process that imports it, or never return.
+
+    Raises:
+        ConfigError: it cannot be imported, or serves nothing.
+    """
+    command = [sys.executable, "-m", "services.tools.registry", target]
+    try:
+        result = subprocess.run(  # noqa: S603  (our own module)
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"tool server {target!r}: its import did not end within {IMPORT_TIMEOUT_S:g} s"
+        ) from error
+    try:
+        return json.loads(result.stdout.splitlines()[-1])["environments"]
+    except (IndexError, ValueError, KeyError, TypeError) as error:
+        code = result.returncode
+        ended = f"tool server {target!r}: its import ended the process with exit code {code}"
+        raise ConfigError(*(result.stderr.splitlines() if code == 2 else [ended])) from error
+
+
+def _check_template(config: Config) -> None:
+    """Whether the model's chat template can be used with the tool format."""
+    if importlib.util.find_spec("transformers") is None:  # The base install: workers will tell.
+        return
+    model = config.model.path
+    Renderer(load_tokenizer(model), PARSERS[config.rollout.tool_format], model)
+
+
 def _check_tasks(config: Config, environments: set[str] | None) -> None:
     """Read every row; and, where all tool servers load, that each names an environment."""
     tasks = load_tasks(config)
+    groups, step = len(tasks) * config.tasks.epochs, config.training.groups_per_step
+    if groups < step:
+        raise ConfigError(
+            f"{config.tasks.path}: {len(tasks)} tasks in {config.tasks.epochs} epochs are not"
+            f" enough for one step; lower training.groups_per_step ({step}), or add tasks or"
+            " epochs"
+        )
     if environments is None:
         return
     wanted = {task.environment: task for task in reversed(tasks)}

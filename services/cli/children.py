@@ -34,17 +34,12 @@ LOG_TAIL_LINES = 40
 class Children:
     """All processes of one run."""
 
-    def __init__(self, run_dir: Path, run_id: str) -> None:
+    def __init__(self, run_dir: Path, run_id: str, scratch: Path) -> None:
         self._run_dir = run_dir
         self._run_id = run_id
+        self._scratch = scratch
         self._running: dict[str, tuple[ProcessSpec, asyncio.subprocess.Process]] = {}
         self._stopping = False
-        self.restarts: dict[str, int] = {}
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process ids of what runs now, by name."""
-        return {name: process.pid for name, (_, process) in self._running.items()}
 
     async def keep(self, spec: ProcessSpec) -> None:
         """Keep one process running until the run stops. Returns when the job is finished.
@@ -58,10 +53,14 @@ class Children:
         while not self._stopping:
             started_s = loop.time()
             process = await self._start(spec)
+            if self._stopping:  # It was asked while this one was being made.
+                _signal(process, signal.SIGTERM)
             code = await process.wait()
             self._running.pop(spec.name, None)
             if self._stopping:
                 return
+            if code == 0 and was_asked(self._last_lines(spec)):  # By somebody else than us.
+                code = -signal.SIGTERM
             if loop.time() - started_s > SETTLED_S:
                 in_a_row = 0
             match after_exit(spec.role, code, in_a_row):
@@ -71,7 +70,6 @@ class Children:
                     raise self._failure(spec, code)
                 case AfterExit.RESTART:
                     in_a_row += 1
-                    self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
                     log.warning("process.restarted", process=spec.name, exit_code=code)
                     await asyncio.sleep(RESTART_DELAY_S)
 
@@ -98,10 +96,10 @@ class Children:
             *("--parent", str(os.getpid())),
         ]
         environment: Mapping[str, str] = {
-            **common_environment(os.environ),
+            **common_environment(os.environ, self._scratch),
             **dict(spec.environment),
         }
-        with (self._run_dir / "logs" / f"{spec.name}.log").open("ab") as output:
+        with self._log(spec).open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *arguments,
@@ -115,23 +113,43 @@ class Children:
         return process
 
     def _failure(self, spec: ProcessSpec, code: int) -> ConfigError | RunFailed:
-        path = self._run_dir / "logs" / f"{spec.name}.log"
-        detail = failure_detail(last_lines(path, LOG_TAIL_LINES)) or f"exit code {code}"
+        detail = failure_detail(self._last_lines(spec)) or f"ended with exit code {code}"
         if code == 2:
             return ConfigError(detail)
-        return RunFailed(f"{spec.name}: {detail}\n(its log: {path})")
+        return RunFailed(f"{spec.name}: {detail}\n(its log: {self._log(spec)})")
+
+    def _log(self, spec: ProcessSpec) -> Path:
+        return self._run_dir / "logs" / f"{spec.name}.log"
+
+    def _last_lines(self, spec: ProcessSpec) -> list[str]:
+        return last_lines(self._log(spec), LOG_TAIL_LINES)
 
 
 def failure_detail(lines: list[str]) -> str:
-    """What a process said of its own end: its last `service.failed`, else its last line."""
-    for line in reversed(lines):
-        with contextlib.suppress(json.JSONDecodeError):
-            entry: Any = json.loads(line)
-            if isinstance(entry, dict):
-                event = cast("dict[str, Any]", entry)
-                if event.get("event") == "service.failed":
-                    return str(event.get("detail", ""))
-    return next((line for line in reversed(lines) if line.strip()), "")
+    """What a process said of its own end in its last life, else its last words."""
+    for line, event in reversed([(line, parsed(line)) for line in lines]):
+        if event.get("event") == "service.failed":
+            return str(event.get("detail", ""))
+        if event.get("event") == "service.started":
+            return ""
+        if line.strip() and not event:
+            return line.strip()
+    return ""
+
+
+def was_asked(lines: list[str]) -> bool:
+    """Whether a process ended because somebody sent it a signal, by its own word."""
+    events = [event for event in map(parsed, lines) if event.get("event") == "service.stopped"]
+    return bool(events) and bool(events[-1].get("asked"))
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """A line of a log as an event; empty when it is none."""
+    try:
+        entry: Any = json.loads(line)
+    except ValueError:
+        return {}
+    return cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
 
 
 async def _stop_all(processes: list[asyncio.subprocess.Process], grace_s: float) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from pathlib import Path
+import sys
 from typing import Any
 
 import structlog
@@ -12,11 +12,17 @@ from rich.console import Console
 from rich.live import Live
 
 from common.config import Config
-from common.errors import ConfigError, LibraError, RequestRefused, RunFailed, TransportError
+from common.errors import (
+    ConfigError,
+    LedgerError,
+    LibraError,
+    RequestRefused,
+    RunFailed,
+    TransportError,
+)
 from common.identity import new_identity
 from common.membership import Membership
 from common.mesh import Mesh
-from common.messages.coordinator import Fleet, GetFleet
 from common.messages.scheduler import GetRunStatus, RunStatus
 from common.service import (
     EXIT_CONFIG,
@@ -41,6 +47,8 @@ EXIT_INTERRUPTED = 130
 COORDINATOR_START_S = 30.0
 POLL_S = 0.5
 STATUS_TIMEOUT_S = 2.0
+SILENCE_S = 15.0
+"""Without a step for so long, say what the run waits for."""
 
 
 def launch(config: Config, *, resume: bool, console: Console) -> int:
@@ -55,7 +63,7 @@ def launch(config: Config, *, resume: bool, console: Console) -> int:
             update={"run": config.run.model_copy(update={"name": directory.path.name})}
         )
         (directory.path / "config.toml").write_text(to_toml(config))
-        console.print(f"run directory: {directory.path}")
+        console.print(f"run directory: {directory.path}", markup=False, soft_wrap=True)
         launcher = Launcher(config, directory, console)
         asyncio.run(launcher.run())
         return launcher.report()
@@ -70,18 +78,17 @@ class Launcher:
         self._config = config
         self._directory = directory
         self._console = console
-        self._children = Children(directory.path, directory.run_id)
+        self._children = Children(directory.path, directory.run_id, directory.scratch)
         self._ended = asyncio.Event()
         self._failure: LibraError | None = None
         self._interrupted = False
         self._wall_s = 0.0
-        self._fleet: Fleet | None = None
 
     async def run(self) -> None:
         """Start everything, wait for the end, stop everything."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -100,32 +107,59 @@ class Launcher:
 
     def report(self) -> int:
         """Write and print how it went; the exit code says it in short."""
-        summary = write_summary(self._directory.path, self._wall_s, self._fleet)
+        summary = self._summary()
+        steps, wanted = int(summary["steps"]), self._config.run.max_steps
+        if self._interrupted:
+            self._say("stopped; go on with the same command and --resume")
+        elif self._failure is None and steps < wanted:
+            self._say(
+                f"every task is trained or dropped after {steps} of {wanted} steps;"
+                f" tasks: {summary.get('tasks')}, dropped groups:"
+                f" {summary.get('groups', {}).get('dropped_by_reason')}"
+            )
+            if not steps:
+                self._failure = RunFailed("no step was trained; see scheduler.log in the logs")
         if self._failure is not None:
-            self._console.print(f"[red]failed:[/red] {self._failure}", soft_wrap=True)
-        elif self._interrupted:
-            self._console.print("stopped; go on with the same command and --resume")
+            self._say(f"failed: {self._failure}", style="red")
         first, last = summary.get("reward_first"), summary.get("reward_last")
         if first is not None and last is not None:
-            self._console.print(
-                f"reward: {first:.3f} → {last:.3f} (first and last tenth of"
-                f" {summary.get('steps', 0)} steps, {clock(self._wall_s)})"
+            self._say(
+                f"reward: {first:.3f} → {last:.3f} (first and last tenth of {steps} steps,"
+                f" {clock(self._wall_s)})"
             )
         picture = plot_reward(self._directory.path)
         if picture is not None:
-            self._console.print(f"plot: {picture}")
-        self._console.print(f"run directory: {self._directory.path}")
-        print(json.dumps(summary), flush=True)
+            self._say(f"plot: {picture}")
+        self._say(f"run directory: {self._directory.path}")
+        print_last(self._console, json.dumps(summary))
         if self._failure is not None:
             return EXIT_CONFIG if isinstance(self._failure, ConfigError) else EXIT_FAILED
         return EXIT_INTERRUPTED if self._interrupted else EXIT_OK
+
+    def _summary(self) -> dict[str, Any]:
+        """The summary, written to the run directory; a failure to do so is one of the run."""
+        path = self._directory.path
+        try:
+            summary = summarise(path / "ledger.sqlite", path / "metrics.jsonl")
+            summary |= {"run_directory": str(path), "wall_s": round(self._wall_s, 3)}
+            draft = path / "summary.tmp"
+            draft.write_text(json.dumps(summary) + "\n")
+            draft.replace(path / "summary.json")
+        except (LedgerError, OSError) as error:
+            self._failure = self._failure or RunFailed(f"cannot write summary.json: {error}")
+            return {"steps": 0, "run_directory": str(path)}
+        return summary
+
+    def _say(self, text: str, *, style: str = "") -> None:
+        """Print a line as it is: names and messages of others may look like markup."""
+        self._console.print(text, style=style, markup=False, soft_wrap=True)
 
     def _interrupt(self) -> None:
         if self._interrupted:
             self._children.kill()
             return
         self._interrupted = True
-        self._console.print("stopping: saving a checkpoint (once more to stop at once)")
+        self._say("stopping: saving a checkpoint (once more to stop at once)")
         self._ended.set()
 
     async def _keep(self, spec: ProcessSpec) -> None:
@@ -186,10 +220,16 @@ class Launcher:
 
     async def _show_lines(self, membership: Membership, progress: Progress) -> None:
         loop = asyncio.get_running_loop()
+        said_s = loop.time()
         while True:
             status = await self._status(membership)
             if status is not None and progress.note(status, loop.time()):
-                self._console.print(progress.line(status, loop.time()), soft_wrap=True)
+                self._say(progress.line(status, loop.time()))
+                said_s = loop.time()
+            elif loop.time() - said_s > SILENCE_S:
+                waits = status.waiting_for if status else "the scheduler"
+                self._say(f"{clock(loop.time() - progress.started_s)}: waits for {waits}")
+                said_s = loop.time()
             await asyncio.sleep(POLL_S)
 
     async def _status(self, membership: Membership) -> RunStatus | None:
@@ -197,19 +237,23 @@ class Launcher:
         if scheduler is None:
             return None
         try:
-            self._fleet = await membership.ask_coordinator(GetFleet(), timeout_s=STATUS_TIMEOUT_S)
             return await membership.request(scheduler, GetRunStatus(), timeout_s=STATUS_TIMEOUT_S)
         except (TransportError, RequestRefused):
             return None  # It restarts; the next look will tell.
 
 
-def write_summary(path: Path, wall_s: float, fleet: Fleet | None) -> dict[str, Any]:
-    """Summarise the ledger and the metrics into `summary.json`."""
-    summary = summarise(path / "ledger.sqlite", path / "metrics.jsonl")
-    summary["run_directory"] = str(path)
-    summary["wall_s"] = round(wall_s, 3)
-    summary["versions_published"] = 0 if fleet is None else fleet.versions_published
-    draft = path / "summary.tmp"
-    draft.write_text(json.dumps(summary) + "\n")
-    draft.replace(path / "summary.json")
-    return summary
+class SteadyConsole(Console):
+    """A console whose reader may go away: the run goes on without being shown."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing any more."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_last(console: Console, line: str) -> None:
+    """Print a line without wrapping or colours, where somebody still reads."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        console.on_broken_pipe()

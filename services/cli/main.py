@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from common.errors import ConfigError, LibraError
 from common.logs import configure_logs
@@ -47,14 +46,14 @@ def run(
 ) -> None:
     """Run a job on this machine: all its processes, to its end."""
     from services.cli.check import check_job
-    from services.cli.launcher import launch
+    from services.cli.launcher import SteadyConsole, launch
     from services.cli.plan import processes
 
     configure_logs("launcher", "launcher", level="WARNING")
     given = list(overrides or [])
     if max_steps is not None:
         given.append(f"run.max_steps={max_steps}")
-    console = Console(highlight=False)
+    console = SteadyConsole(highlight=False)
     checked = check_job(config, given)
     if dry_run:
         for spec in processes(checked):
@@ -69,7 +68,7 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     from services.cli.check import check_job
 
     check_job(config, list(overrides or []))
-    Console(highlight=False).print(f"{config}: ok")
+    print(f"{config}: ok")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

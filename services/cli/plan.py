@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from common.config import BucketConfig, Config
 
@@ -53,10 +54,14 @@ def processes(config: Config) -> list[ProcessSpec]:
     return specs
 
 
-def common_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """What every process gets: no thread pools that spin against each other, no downloads."""
+def common_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """What every process gets: no downloads, no thread pools that spin against each other.
+
+    Temporary files go to a place of the run's own: not every library removes its sockets.
+    """
     return {
         **inherited,
+        "TMPDIR": str(scratch),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",

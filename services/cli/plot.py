@@ -1,22 +1,12 @@
 """The picture of a run: reward over steps, from `metrics.jsonl`."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
+from services.scheduler.summary import surviving_rows
+
 SMOOTHED_STEPS = 5
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, the last one per step (a resume may repeat steps)."""
-    if not path.exists():
-        return []
-    rows: dict[float, dict[str, float]] = {}
-    for line in path.read_text().splitlines():
-        row: dict[str, float] = json.loads(line)
-        rows[row.get("step", 0)] = row
-    return [rows[step] for step in sorted(rows)]
 
 
 def smooth(values: list[float], width: int = SMOOTHED_STEPS) -> list[float]:
@@ -29,7 +19,7 @@ def smooth(values: list[float], width: int = SMOOTHED_STEPS) -> list[float]:
 
 def plot_reward(run_dir: Path) -> Path | None:
     """Draw `reward.png` into the run directory; None without steps or without matplotlib."""
-    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in row]
+    rows = [row for row in surviving_rows(run_dir / "metrics.jsonl") if "reward/mean" in row]
     if not rows or importlib.util.find_spec("matplotlib") is None:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg

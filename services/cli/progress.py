@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -134,8 +134,3 @@ def counts(by_state: Mapping[str, int]) -> str:
 def clock(seconds: float) -> str:
     """`m:ss`."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def console() -> Console:
-    """Where a person looks; plain when it is no terminal."""
-    return Console(highlight=False)

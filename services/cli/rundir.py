@@ -1,15 +1,21 @@
 """The run directory: made or found again, locked, swept."""
 
 import fcntl
+import json
 import secrets
+import shutil
+import tempfile
 from pathlib import Path
 from typing import IO
 
 from common.config import Config
 from common.errors import ConfigError
+from common.service import COORDINATOR_FILE
 
 SEGMENT_DIRECTORY = Path("/dev/shm")  # noqa: S108  (the memory file system, not a temp dir)
 NAMES_MAX = 1000
+NAME_CHARS_MAX = 41
+"""Of `run.name`; the suffix of a further run of the same name counts."""
 
 
 class RunDirectory:
@@ -20,18 +26,29 @@ class RunDirectory:
         self._lock = lock
         self.run_id = f"{path.name}-{secrets.token_hex(4)}"
         """Fresh for each launch: processes of an earlier one are strangers."""
+        self.scratch = Path(tempfile.mkdtemp(prefix="libra-"))
+        """For temporary files of all processes. The path is short: sockets are made in it."""
+        sweep(previous_run_id(path))
 
     def close(self) -> None:
-        """Give the directory up, and remove what the run left in memory."""
-        self.sweep()
+        """Give the directory up, and remove what the run left elsewhere."""
+        sweep(self.run_id)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self._lock.close()
 
-    def sweep(self) -> list[Path]:
-        """Remove the weight segments of this run."""
-        found = sorted(SEGMENT_DIRECTORY.glob(f"libra-{self.run_id}-*"))
-        for segment in found:
-            segment.unlink(missing_ok=True)
-        return found
+
+def sweep(run_id: str) -> None:
+    """Remove the weight segments of a run."""
+    for segment in SEGMENT_DIRECTORY.glob(f"libra-{run_id}-*") if run_id else ():
+        segment.unlink(missing_ok=True)
+
+
+def previous_run_id(path: Path) -> str:
+    """Of the launch that held the directory before, which may have been killed; or empty."""
+    try:
+        return str(json.loads((path / COORDINATOR_FILE).read_text())["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def open_run_directory(config: Config, *, resume: bool) -> RunDirectory:
@@ -55,12 +72,15 @@ def open_run_directory(config: Config, *, resume: bool) -> RunDirectory:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"run.directory: cannot make {str(path)!r}: {error}") from error
         return _hold(path)
     raise ConfigError(f"{root}: {NAMES_MAX} runs named {config.run.name!r}; choose another name")
 
 
 def _candidates(root: Path, name: str) -> list[Path]:
-    return [root / (name if n == 1 else f"{name}-{n}") for n in range(1, NAMES_MAX + 1)]
+    suffixes = ["", *(f"-{number}" for number in range(2, NAMES_MAX + 1))]
+    return [root / f"{name[: NAME_CHARS_MAX - len(suffix)]}{suffix}" for suffix in suffixes]
 
 
 def _hold(path: Path) -> RunDirectory:

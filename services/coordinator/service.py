@@ -5,7 +5,13 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from common.errors import Refusal, RequestRefused, ShardCorrupt, TransportError
+from common.errors import (
+    PeerUnreachable,
+    Refusal,
+    RequestRefused,
+    ShardCorrupt,
+    TransportError,
+)
 from common.messages.coordinator import (
     Fleet,
     GetFleet,
@@ -34,8 +40,6 @@ log = structlog.get_logger()
 TICK_S = 0.25
 """How often leases are checked; an eighth of the shortest sensible lease."""
 CONNECT_TIMEOUT_S = 5.0
-LEAVING_MAX_S = 10.0
-"""How long a stopping coordinator stays for the others to leave."""
 RETRY_DELAY_S = 0.5
 
 
@@ -176,6 +180,8 @@ class CoordinatorService:
             return
         try:
             answered = await self._mesh.connect(entry.member.address, timeout_s=CONNECT_TIMEOUT_S)
+            if answered != peer:
+                raise PeerUnreachable(peer, f"{answered!r} answers at its address")
             reply = await self._mesh.request(
                 answered, ApplyVersion(manifest=manifest), timeout_s=self._config.apply_timeout_s
             )
@@ -203,18 +209,18 @@ class CoordinatorService:
             self._gone(member, "apply_timeout")
 
     async def _note_failure(self, peer: str, manifest: Manifest, error: Exception) -> None:
-        not_ready = isinstance(error, RequestRefused) and error.refusal is Refusal.NOT_READY
-        if not_ready:  # Its engine still starts; that has a deadline of its own.
-            await asyncio.sleep(RETRY_DELAY_S)
+        """Try again after a while; a worker that has failed too often is not part of the run."""
+        refusal = error.refusal if isinstance(error, RequestRefused) else None
+        if isinstance(error, PeerUnreachable) or refusal in (Refusal.NOT_READY, Refusal.DRAINING):
+            await asyncio.sleep(RETRY_DELAY_S)  # It starts or leaves; both have their own end.
             self._versions.applying.pop(peer, None)
             return
-        quarantined = self._versions.failed(peer)
         log.warning(
-            "worker.quarantined" if quarantined else "version.refused",
-            peer=peer,
-            policy_version=manifest.version,
-            detail=str(error),
+            "version.refused", peer=peer, policy_version=manifest.version, detail=str(error)
         )
+        await asyncio.sleep(RETRY_DELAY_S)
+        if self._versions.failed(peer):
+            log.warning("worker.quarantined", peer=peer, policy_version=manifest.version)
 
     def _segments_in_use(self, _sender: str, _request: GetSegmentsInUse) -> SegmentsInUse:
         return SegmentsInUse(segments=self._versions.segments_in_use())

@@ -64,6 +64,7 @@ class SegmentTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(
                 f"the version has nothing for {missing[0]} and {len(missing) - 1} more"
             )
+        segment.check()  # Once more: had it been overwritten meanwhile, the weights were torn.
         if self.device.type == "cpu":
             self._repack_output_embeddings()
 

@@ -186,8 +186,9 @@ class Store:
         return [row_type(*found) for found in self._all(sql, values)]
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """The single number that a query gives; 0 for NULL."""
-        return self._all(sql, values)[0][0] or 0
+        """The single number that a query gives; 0 for NULL and for no row."""
+        rows = self._all(sql, values)
+        return (rows[0][0] or 0) if rows else 0
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         """Whatever a query gives."""

@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
-from common.errors import LedgerError
 from services.scheduler.store import Store
 
 
@@ -16,10 +15,10 @@ def summarise(ledger_path: Path, metrics_path: Path) -> dict[str, Any]:
     `adds_up` says so. `excluded` are failures inside groups that were trained without them.
 
     Raises:
-        LedgerError: there is no ledger, or it cannot be read.
+        LedgerError: the ledger cannot be read.
     """
-    if not ledger_path.exists():
-        raise LedgerError(ledger_path, "does not exist; the run has not begun")
+    if not ledger_path.exists():  # The run ended before it began.
+        return {"steps": 0, "trajectories": {"admitted": 0, "adds_up": True}}
     store = Store(ledger_path, read_only=True)
     try:
         summary = _from_ledger(store)
@@ -38,20 +37,24 @@ def surviving_rows(metrics_path: Path) -> list[dict[str, float]]:
             row = cast("dict[str, float]", json.loads(line))
         except ValueError:  # Blank, or torn by a kill; the ledger restores it at the next start.
             continue
-        rows = {step: kept for step, kept in rows.items() if step < row["step"]}
+        while rows and next(reversed(rows)) >= row["step"]:
+            rows.popitem()
         rows[row["step"]] = row
-    return [rows[step] for step in sorted(rows)]
+    return list(rows.values())
 
 
 def _from_ledger(store: Store) -> dict[str, Any]:
     groups = store.tally("SELECT state, COUNT(*) FROM groups GROUP BY state")
+    lineages = store.count("SELECT 1 + CAST(value AS INT) FROM meta WHERE key = 'lineage'")
     dropped = store.tally("SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1")
     return {
         "steps": store.count("SELECT MAX(step) FROM steps WHERE skipped = '' AND forgotten = 0"),
         "steps_skipped": store.tally(
             "SELECT skipped, COUNT(*) FROM steps WHERE skipped <> '' GROUP BY 1"
         ),
-        "lineages": 1 + store.count("SELECT CAST(value AS INT) FROM meta WHERE key = 'lineage'"),
+        "lineages": lineages,
+        "versions_published": lineages
+        + store.count("SELECT COUNT(*) FROM steps WHERE skipped = ''"),
         "trajectories": _trajectories(store),
         "groups": groups | {"dropped_by_reason": dropped},
         "tasks": store.tally("SELECT state, COUNT(*) FROM tasks GROUP BY state"),

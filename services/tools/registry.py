@@ -7,6 +7,7 @@ file and line of theirs, never as a traceback of ours.
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.errors import ConfigError
+from common.service import EXIT_CONFIG, EXIT_OK
 from services.tools.sdk import Environment, Tool, tools_of
 
 
@@ -147,3 +149,18 @@ def _raised_at(error: BaseException, target: str) -> str:
     for frame in reversed(own or frames):
         return f"{frame.filename}:{frame.lineno}"
     return target
+
+
+def main(target: str) -> int:
+    """Print what a target serves as one line of JSON, or say on stderr why it serves nothing."""
+    try:
+        environments = sorted(load_target(target).environments)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+    sys.stdout.write(json.dumps({"environments": environments}) + "\n")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -19,8 +19,10 @@ BOUNDARIES = {
     "services/tools/host.py": {"open_session", "_reset", "_call", "_grade", "_close"},
     "services/tools/threads.py": {"_work"},
     "common/clock.py": {"run_in_executor"},
+    "common/service.py": {"main"},
 }
-"""Functions that run code which is not ours, or carry its error to whoever waits for it. Elsewhere
+"""Functions that run code which is not ours, or carry its error to whoever waits for it, and the
+root of a process, which ends it with the error's name. Elsewhere
 a broad except must raise again."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 PARTICIPLE = re.compile(

@@ -4,8 +4,9 @@ import pytest
 
 from common.config import Config
 from common.errors import ConfigError
-from services.cli.plot import plot_reward, read_metrics, smooth
+from services.cli.plot import plot_reward, smooth
 from services.cli.rundir import SEGMENT_DIRECTORY, open_run_directory
+from services.scheduler.summary import surviving_rows
 
 
 def config(tmp_path: Path) -> Config:
@@ -69,7 +70,7 @@ def test_a_step_that_was_repeated_after_a_resume_is_drawn_once(tmp_path: Path) -
         '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "reward/mean": 0.2}\n'
         '{"step": 2, "reward/mean": 0.3}\n'
     )
-    assert [row["reward/mean"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.1, 0.3]
+    assert [row["reward/mean"] for row in surviving_rows(tmp_path / "metrics.jsonl")] == [0.1, 0.3]
     picture = plot_reward(tmp_path)
     assert picture is not None
     assert picture.read_bytes().startswith(b"\x89PNG")

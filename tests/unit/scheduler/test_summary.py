@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import LedgerError
+from services.scheduler.store import Store
 from services.scheduler.summary import _from_ledger, _from_metrics, summarise, surviving_rows
 from tests.support.scheduling import Desk, with_rules
 
@@ -56,7 +56,13 @@ def test_a_step_trained_again_after_a_resume_counts_once(tmp_path: Path) -> None
     assert surviving_rows(tmp_path / "none.jsonl") == []
 
 
-def test_a_run_that_has_not_begun_has_no_summary(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="has not begun"):
-        summarise(tmp_path / "ledger.sqlite", tmp_path / "metrics.jsonl")
-    assert not (tmp_path / "ledger.sqlite").exists()
+def test_a_run_that_has_not_begun_has_done_nothing(tmp_path: Path) -> None:
+    summary = summarise(tmp_path / "ledger.sqlite", tmp_path / "metrics.jsonl")
+    assert summary["steps"] == 0
+    assert summary["trajectories"] == {"admitted": 0, "adds_up": True}
+
+
+def test_a_ledger_without_a_lineage_has_done_nothing(tmp_path: Path) -> None:
+    Store(tmp_path / "ledger.sqlite").close()
+    summary = summarise(tmp_path / "ledger.sqlite", tmp_path / "metrics.jsonl")
+    assert (summary["steps"], summary["lineages"], summary["versions_published"]) == (0, 0, 0)
