@@ -1,8 +1,6 @@
 """`python -m services.coordinator`."""
 
-import sys
-
-from common.service import main
+from common.service import leave, main
 from services.coordinator.service import CoordinatorService
 
-sys.exit(main("coordinator", CoordinatorService))
+leave(main("coordinator", CoordinatorService))

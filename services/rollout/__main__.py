@@ -1,8 +1,6 @@
 """`python -m services.rollout`."""
 
-import sys
-
-from common.service import main
+from common.service import leave, main
 from services.rollout.service import RolloutService
 
-sys.exit(main("rollout", RolloutService))
+leave(main("rollout", RolloutService))

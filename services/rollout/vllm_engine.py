@@ -36,8 +36,8 @@ log = structlog.get_logger()
 
 CORE_TIMEOUT_S = 60.0
 """A pause takes one decode step and a swap a second or two; past this the engine core hangs."""
-CLOSE_TIMEOUT_S = 6.0
-"""Then the child processes are killed."""
+CLOSE_TIMEOUT_S = 1.0
+"""Then the child processes are killed: they have nothing to save."""
 STREAM_INTERVAL = 8
 """Tokens between two outputs of a request: each costs the event loop a task switch."""
 FINISH_REASONS = {

@@ -1,8 +1,6 @@
 """`python -m services.scheduler`."""
 
-import sys
-
-from common.service import main
+from common.service import leave, main
 from services.scheduler.service import SchedulerService
 
-sys.exit(main("scheduler", SchedulerService))
+leave(main("scheduler", SchedulerService))

@@ -1,9 +1,8 @@
 """`python -m services.tools`."""
 
-import sys
 from functools import partial
 
-from common.service import main
+from common.service import leave, main
 from services.tools.service import ToolsService
 
-sys.exit(main("tools", partial(ToolsService, guarded=True)))
+leave(main("tools", partial(ToolsService, guarded=True)))

@@ -1,8 +1,6 @@
 """`python -m services.trainer`."""
 
-import sys
-
-from common.service import main
+from common.service import leave, main
 from services.trainer.service import TrainerService
 
-sys.exit(main("trainer", TrainerService))
+leave(main("trainer", TrainerService))

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -143,7 +144,7 @@ def load_policy(path: Path) -> Policy:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"{path}: cannot be loaded as a causal LM: {_first_line(error)}"
         ) from error

@@ -51,6 +51,7 @@ def test_a_job_runs_to_its_end_and_leaves_nothing_behind(tmp_path: Path) -> None
         assert job.processes() == {}
         assert leftovers(job) == []
         assert (job.run_dir / "reward.png").exists()
+        assert list(job.scratch.iterdir()) == []
 
 
 def test_a_job_survives_the_death_of_every_kind_of_process(tmp_path: Path) -> None:
@@ -92,6 +93,36 @@ def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on_from_it(tmp_path: Path) ->
         assert summary["steps"] == 6
         assert max(trained_tasks(job).values()) == 1
         assert len(trained_tasks(job)) == 6 * 2
+
+
+def test_ctrl_c_before_anything_has_begun_is_no_failure(tmp_path: Path) -> None:
+    with running(make_job(tmp_path)) as job:
+        job.wait_until((job.run_dir / "coordinator.json").exists, "a coordinator", 60)
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait() == 130, job.output
+        assert "Traceback" not in job.output
+        assert job.summary()["steps"] == 0
+        assert job.processes() == {}
+
+
+def test_a_failure_at_the_start_is_said_as_it_is(tmp_path: Path) -> None:
+    config = make_job(tmp_path)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with running(config) as job:
+        assert job.wait() in (1, 2)
+        assert "cannot be loaded" in job.output
+        assert "Traceback" not in job.output
+        assert job.processes() == {}
+
+
+def test_a_trainer_that_somebody_stops_is_started_again(tmp_path: Path) -> None:
+    with running(make_job(tmp_path, max_steps=6)) as job:
+        job.wait_for_steps(2)
+        os.kill(job.processes()["trainer"], signal.SIGTERM)
+        assert job.wait() == 0, job.output
+        assert job.summary()["steps"] == 6
+        assert max(trained_tasks(job).values()) == 1
 
 
 @pytest.mark.parametrize(

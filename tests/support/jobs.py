@@ -87,6 +87,8 @@ class Job:
 
     def __init__(self, config: Path, *arguments: str) -> None:
         self.config = config
+        self.scratch = config.parent / "tmp"
+        self.scratch.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "services.cli", "run", str(config), *arguments],
             stdin=subprocess.DEVNULL,
@@ -94,6 +96,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": str(self.scratch)},
         )
         self.output = ""
 
