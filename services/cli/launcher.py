@@ -99,6 +99,7 @@ class Launcher:
                     tasks.create_task(self._keep(spec), name=f"keep {spec.name}")
                 watch = tasks.create_task(self._watch(started_s), name="watch")
                 await self._ended.wait()
+                await asyncio.sleep(2 * POLL_S)  # One more look, so that the last step is shown.
                 watch.cancel()
                 await self._children.stop()
         finally:
