@@ -48,13 +48,21 @@ def outcome_of_error(error: Exception) -> tuple[ToolStatus, str]:
     """Status and content of a call that raised."""
     match error:
         case BadArguments():
-            return ToolStatus.MALFORMED, shown_error(str(error))
+            return ToolStatus.MALFORMED, shown_error(words_of(error))
         case ToolTimeout() | StillRunning():
-            return ToolStatus.TIMEOUT, shown_error(str(error))
+            return ToolStatus.TIMEOUT, shown_error(words_of(error))
         case _ if isinstance(error, MODEL_ERRORS):
-            return ToolStatus.ERROR, shown_error(str(error) or type(error).__name__)
+            return ToolStatus.ERROR, shown_error(words_of(error) or type(error).__name__)
         case _:
             return ToolStatus.INFRASTRUCTURE, described(error)
+
+
+def words_of(error: Exception) -> str:
+    """What an error says; the author's class may fail even at that."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001
+        return "(its message could not be made)"
 
 
 def shown_error(message: str) -> str:
@@ -64,7 +72,7 @@ def shown_error(message: str) -> str:
 
 def described(error: Exception) -> str:
     """An error for people: its type and the first of what it says."""
-    return cut(f"{type(error).__name__}: {error}")[:1000]
+    return cut(f"{type(error).__name__}: {words_of(error)}")[:1000]
 
 
 def render(value: Any) -> str:
@@ -94,7 +102,7 @@ def prompt_of(value: Any) -> list[ChatMessage]:
     """
     kind = type(value).__name__
     if isinstance(value, str):
-        return [ChatMessage(role="user", content=cut(value))]
+        return [ChatMessage(role="user", content=value.encode("utf-8", "replace").decode())]
     if isinstance(value, list):
         items = cast("list[Any]", value)
         if items and all(isinstance(item, ChatMessage) for item in items):

@@ -85,11 +85,15 @@ def latest(run_dir: Path) -> Checkpoint | None:
 
 
 def prune(run_dir: Path, kept: int) -> None:
-    """Remove all but the newest `kept` complete checkpoints, and what is not one."""
+    """Remove all but the newest `kept` complete checkpoints, and drafts; nothing else.
+
+    What somebody has put aside under a name of their own is theirs.
+    """
     keep = {checkpoint.path for checkpoint in _complete(run_dir)[:kept]}
-    for path in (run_dir / DIRECTORY).iterdir():
-        if path not in keep and path.is_dir():
-            shutil.rmtree(path)
+    for pattern in ("step-*", ".step-*"):
+        for path in (run_dir / DIRECTORY).glob(pattern):
+            if path not in keep and path.is_dir():
+                shutil.rmtree(path)
 
 
 def _complete(run_dir: Path) -> list[Checkpoint]:

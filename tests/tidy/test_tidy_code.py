@@ -17,6 +17,7 @@ BOUNDARIES = {
     "services/rollout/torch_engine.py": {"command", "_run"},
     "services/rollout/vllm_engine.py": {"_run"},
     "services/tools/host.py": {"open_session", "_reset", "_call", "_grade", "_close"},
+    "services/tools/outcomes.py": {"words_of"},
     "services/tools/threads.py": {"_work"},
     "common/clock.py": {"run_in_executor"},
     "common/service.py": {"main"},

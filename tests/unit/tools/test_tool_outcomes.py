@@ -102,6 +102,22 @@ def test_a_failure_never_carries_a_reward() -> None:
     assert not_opened(KeyError("question")).failure is FailureKind.ENVIRONMENT
 
 
+def test_an_error_that_cannot_say_what_it_is_is_an_outcome_all_the_same() -> None:
+    class Mute(ValueError):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    status, content = outcome_of_error(Mute())
+    assert status is ToolStatus.ERROR
+    assert "could not be made" in content
+    assert "could not be made" in not_graded(Mute()).detail
+
+
+def test_a_long_prompt_is_never_cut() -> None:
+    prompt = "x" * (CONTENT_MAX_CHARS + 1)
+    assert prompt_of(prompt)[0].content == prompt
+
+
 def test_a_prompt_is_text_or_messages() -> None:
     message = ChatMessage(role="user", content="hi")
     assert prompt_of("hi") == [message] == prompt_of([message])

@@ -76,7 +76,11 @@ def test_only_the_newest_are_kept(tmp_path: Path, model: Path) -> None:
     for step in range(4):
         save(tmp_path, model, step)
     (tmp_path / "checkpoints" / "step-000003" / "model.safetensors").unlink()
+    aside = tmp_path / "checkpoints" / "best"
+    aside.mkdir()
     prune(tmp_path, 2)
+    assert aside.exists(), "what somebody put aside is theirs"
+    aside.rmdir()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "step-000001",
         "step-000002",
