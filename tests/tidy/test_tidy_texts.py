@@ -16,6 +16,8 @@ HOST = re.compile(
     r"pypi\.org|pythonhosted|pytorch\.org/whl|npmjs\.|docker\.io|ghcr\.io|quay\.io|hf\.co/|"
     r"https?://(?:www\.)?(?:github|huggingface)\."
 )
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+"""The target of a Markdown link that is no URL."""
 DESCRIBES_THEM = "tests/tidy/test_tidy_texts.py"
 HOME_OF_THE_CONTAINER = "/home/libra"
 
@@ -56,6 +58,17 @@ def test_no_text_names_a_path_of_one_machine_or_a_registry(pattern: re.Pattern[s
         if pattern.search(line.replace(HOME_OF_THE_CONTAINER, ""))
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    broken = [
+        f"{name}: {link}"
+        for name, text in tracked_texts()
+        if name.endswith(".md")
+        for link in LINK.findall(text)
+        if not (ROOT / name).parent.joinpath(link).exists()
+    ]
+    assert not broken, "\n".join(broken)
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
