@@ -1,6 +1,6 @@
 """Who holds which trajectory until when, and where a waiting one goes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -49,7 +49,23 @@ class Leases:
                 drop.append(trajectory_id)
             elif not trajectory.row.ended:
                 self.adopt(trajectory, now, outcome)
+        if report.slots == 0:
+            self._take_back_all(peer, set(report.holding), trajectories.values(), now, outcome)
         return drop
+
+    def _take_back_all(
+        self,
+        peer: str,
+        held: Container[str],
+        trajectories: Iterable[Trajectory],
+        now: float,
+        outcome: Outcome,
+    ) -> None:
+        """A draining worker hands back what it no longer holds: moved, not lost."""
+        for trajectory in trajectories:
+            row = trajectory.row
+            if trajectory.running and row.worker == peer and row.trajectory_id not in held:
+                self.take_back(trajectory, now, outcome)
 
     def adopt(self, trajectory: Trajectory, now: float, outcome: Outcome) -> None:
         """The holder of the newest lease works on it, also if it was thought lost meanwhile."""

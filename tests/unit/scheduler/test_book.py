@@ -692,3 +692,20 @@ def test_rules_are_read_from_the_configuration() -> None:
     rules = Rules.of(sim_config())
     assert (rules.groups_per_step, rules.max_steps, rules.filters_zero_variance) == (8, 4, True)
     assert rules.tokens_expected == 64
+
+
+def test_a_worker_that_drains_hands_back_without_a_loss(open_desk: Open) -> None:
+    desk = open_desk()
+    name = "w0"
+    worker = desk.workers[name]
+    handed_back = list(worker.held)
+    assert handed_back
+    worker.slots = 0
+    worker.held.clear()
+    desk.report(name)
+    desk.kill(name)
+    rows = [desk.book.groups.trajectories[i].row for i in handed_back]
+    assert {row.losses for row in rows} == {0}
+    assert not desk.warnings("trajectory.lost")
+    desk.work()
+    assert {desk.book.groups.trajectories[i].row.lease for i in handed_back} <= {1, 2}
