@@ -30,13 +30,6 @@ def pack_logprobs(logprobs: Iterable[float]) -> bytes:
     return array("f", logprobs).tobytes()
 
 
-def unpack_logprobs(packed: bytes) -> list[float]:
-    """Inverse of `pack_logprobs`."""
-    values = array("f")
-    values.frombytes(packed)
-    return values.tolist()
-
-
 def token_count(packed: bytes) -> int:
     """Number of 4-byte elements in a packed array."""
     return len(packed) // 4

@@ -34,6 +34,8 @@ HASH_TIMEOUT_S = 60.0
 """The coordinator hashes the whole version before it answers."""
 TRIES_MIN = 3
 """One lost reply must not use up the patience of a slow request."""
+LOOK_S = 1.0
+"""Between two looks at whether the process is to stop, while there is no scheduler."""
 RETRY_S = 0.25
 FETCHES = 4
 """Groups read at a time: enough to hide the way there and back."""
@@ -87,9 +89,7 @@ class Peers:
         began = self._now()
         while True:
             try:
-                member = await self._membership.wait_for(
-                    "scheduler", timeout_s=self._patience_s(REQUEST_TIMEOUT_S)
-                )
+                member = await self._membership.wait_for("scheduler", timeout_s=LOOK_S)
                 return await self._membership.request(member, request, timeout_s=REQUEST_TIMEOUT_S)
             except (TransportError, RequestRefused) as error:
                 patience_s = self._patience_s(REQUEST_TIMEOUT_S)
