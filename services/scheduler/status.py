@@ -40,6 +40,8 @@ def waiting_for(book: Standing, now: float, first: Sequence[str] = ()) -> str:
         return ""
     if book.lineage_number < 0:
         return "the trainer, to load its state"
+    if book.groups.in_state(GroupState.TAKEN):
+        return f"the trainer, at step {book.step + 1}"
     ready = len(book.groups.in_state(GroupState.READY))
     text = f"step {book.step + 1}: {ready} of {book.rules.groups_per_step} groups are ready"
     pending = _pending(book, first)

@@ -674,6 +674,12 @@ def test_status_counts_everything_and_names_what_is_waited_for(open_desk: Open) 
     assert "and 3 more" in status.waiting_for
 
 
+def test_a_step_whose_batch_is_taken_waits_for_the_trainer(open_desk: Open) -> None:
+    desk = open_desk()
+    ready_step(desk)
+    assert waiting_for(desk.book, desk.now) == "the trainer, at step 1"
+
+
 def test_waiting_for_says_why_nothing_is_placed(open_desk: Open) -> None:
     desk = open_desk(max_staleness_steps=0)
     assert "groups are ready" in waiting_for(desk.book, desk.now)
