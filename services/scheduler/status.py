@@ -34,10 +34,8 @@ class Standing(Protocol):
 
 def waiting_for(book: Standing, now: float, first: Sequence[str] = ()) -> str:
     """What the next step waits for. `first` are groups that it must wait for in particular."""
-    if book.groups.failure:
+    if book.groups.failure or book.finished:
         return book.groups.failure
-    if book.finished:
-        return ""
     if book.lineage_number < 0:
         return "the trainer, to load its state"
     if book.groups.in_state(GroupState.TAKEN):
