@@ -120,6 +120,9 @@ class BucketConfig(Section):
     """Trajectories that one worker holds at once."""
     kv_tokens: Count = 32768
     """KV-cache budget of one worker, in tokens."""
+    context_tokens_max: CountOrZero = 0
+    """The bucket is meant for trajectories that end with at most so long a context; 0 means no
+    bound. `libra` weighs costs and needs no bound; the other bucket policies route by it."""
     cpus: list[Annotated[list[CountOrZero], Field(min_length=1)]] = []
     """Without GPUs: the cores of each worker; empty lets the launcher spread them."""
 
@@ -129,8 +132,31 @@ class SchedulerConfig(Section):
 
     max_staleness_steps: CountOrZero = 1
     """A batch may be trained at most so many steps after its oldest token was sampled."""
-    placement: Literal["least_load"] = "least_load"
-    """How a worker is chosen: the one with the most free KV cache."""
+    placement: Literal[
+        "libra",
+        "cmlfq",
+        "la_mlfq",
+        "length_aware",
+        "mlfq",
+        "least_load",
+        "round_robin",
+    ] = "least_load"
+    """How a worker is chosen. `libra`: least expected cost, and a move at a tool return where that
+    saves enough. `cmlfq`: the published prefix tree, as printed. `la_mlfq`: the same, but it starts
+    in the bucket of the expected length. `length_aware`: by expected length at the start, never
+    moved. `mlfq`: by present length. `least_load`, `round_robin`: what they say, never moved."""
+    payload_small_max: Count = 500
+    """Tool returns of at most so many tokens are small."""
+    payload_medium_max: Count = 5000
+    """Tool returns of at most so many tokens are medium; others are large."""
+    moves_max: CountOrZero = 4
+    """Moves of one trajectory for balance; those from a draining or lost worker do not count."""
+    move_saving_min: Annotated[float, Field(ge=0, lt=1)] = 0.15
+    """A move must save this share of the expected time to the trajectory's end."""
+    kv_high: Annotated[float, Field(gt=0, le=4)] = 0.95
+    """A worker gets nothing new once this share of its KV cache is used or spoken for…"""
+    kv_low: Annotated[float, Field(gt=0, le=4)] = 0.85
+    """…until the share has fallen to this one."""
     placements_max: Count = 5
     """A trajectory that lost so many workers is given up as a failure."""
     attempts_max: Count = 3

@@ -38,6 +38,34 @@ class AssignTrajectory(Request[TrajectoryAssigned]):
     session_id: str
     tool_server: str
     """Name of the server that holds the session; empty before the first turn."""
+    kv_source: str = ""
+    """Peer of the worker that held it last and may still have its KV cache; empty: recompute."""
+
+
+class KvChunk(Message):
+    """Part of an exported KV cache."""
+
+    payload: bytes
+    length: int
+    """Bytes in all; 0 when there is none to have."""
+    digest: str
+    """xxh3 of the whole, in hexadecimal."""
+    reason: str
+    """Why there is none, or empty."""
+
+
+class FetchKv(Request[KvChunk]):
+    """Read the KV cache of a context from the worker that computed it. Changes nothing.
+
+    Sent by the worker that the trajectory moves to.
+    """
+
+    trajectory_id: str
+    context: bytes
+    """Packed int32: the tokens whose cache is wanted."""
+    version: int
+    """Policy version that must have computed it."""
+    offset: int
 
 
 class TrajectoryDropped(Message):

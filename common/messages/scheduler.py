@@ -25,6 +25,10 @@ class ReportWorker(Request[WorkerReported]):
     """Ids of the trajectories it works on."""
     decode_tokens: int
     """Tokens sampled since the process started."""
+    running: int = 0
+    """Requests in the engine's batch."""
+    waiting: int = 0
+    """Requests that wait for a place in it."""
 
 
 class TrajectoryResult(Message):
@@ -45,6 +49,22 @@ class TurnRecorded(Message):
     go_on: bool
     """False: stop working on this trajectory and free what it holds; it goes on elsewhere or
     was dropped."""
+    lease: int = 0
+    """Number under which the worker holds it from now on; higher than before when a move was
+    tried and taken back. 0 when it does not go on here."""
+
+
+class MoveReport(Message):
+    """How a trajectory arrived at a worker in the middle of its life."""
+
+    path: str
+    """`kv` when its cache came along, `recompute` when it had to be computed again."""
+    tokens: int
+    """Context that moved."""
+    seconds: float
+    """Until the context was usable: the transfer, or the prefill."""
+    reason: str
+    """Why it was not `kv`, or empty."""
 
 
 class TurnFinished(Request[TurnRecorded]):
@@ -81,6 +101,12 @@ class TurnFinished(Request[TurnRecorded]):
     queue_s: float
     result: TrajectoryResult | None
     """Set on the last turn only."""
+    running: int = 0
+    """Requests in the engine's batch while the turn was decoded."""
+    kv_tokens_used: int = 0
+    """KV tokens of all of them."""
+    move: MoveReport | None = None
+    """On the first turn after it came from another worker."""
 
 
 class TurnData(Message):

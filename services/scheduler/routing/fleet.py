@@ -1,0 +1,120 @@
+"""The rollout workers as the scheduler knows them: by their reports, and by what it gave them.
+
+All sums are kept as things change, so that a decision costs the same however much is running.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from common.weights import NO_VERSION, lineage_of, step_of
+from services.scheduler.routing.route import Route
+
+MEAN_WEIGHT = 0.05
+"""Of the newest trajectory in the running mean of final context lengths: about the last 20."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketShape:
+    """A bucket as configured."""
+
+    name: str
+    tensor_parallel: int
+    context_tokens_max: int
+    """It is meant for trajectories that end with at most so long a context."""
+    kv_tokens: int
+    """KV cache of one worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a worker must fulfil to be given a trajectory now."""
+
+    now: float
+    heard_since: float
+    """Workers that have not reported since get nothing new."""
+    lineage: int
+    oldest_step: int
+    """The worker's weights must have seen so many optimizer steps of this lineage."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A rollout worker. Changed by the fleet only; policies read it."""
+
+    peer: str
+    name: str
+    bucket: str = ""
+    version: int = NO_VERSION
+    slots: int = 0
+    kv_tokens: int = 0
+    """KV cache in all, by its last report."""
+    kv_tokens_used: int = 0
+    """By its last report."""
+    running: int = 0
+    """Requests in its engine's batch, by its last report."""
+    waiting: int = 0
+    """Requests that wait in its engine, by its last report."""
+    decode_tokens: int = 0
+    reporting: frozenset[str] = frozenset()
+    """Trajectories that it said it holds."""
+    draining: bool = False
+    """It refused work, or said that it takes none."""
+    reported_at: float = 0.0
+    routes: dict[str, Route] = field(default_factory=dict[str, Route])
+    """What was placed on it and not taken back, by trajectory id, in order of placement."""
+    context_tokens: int = 0
+    """Sum over `routes`."""
+    kv_expected: int = 0
+    """Sum over `routes` of what their contexts will be at their ends."""
+    groups: Counter[str] = field(default_factory=Counter[str])
+    """Routes by group: siblings share the cached prompt."""
+
+    @property
+    def load(self) -> float:
+        """Share of its KV cache that is, or will come to be, in use."""
+        return self.kv_expected / max(1, self.kv_tokens)
+
+    def takes(self, terms: Terms) -> bool:
+        """Whether it may be given one more trajectory under these terms."""
+        return (
+            len(self.routes) < self.slots
+            and not self.draining
+            and self.reported_at >= terms.heard_since
+            and self.version >= 0
+            and lineage_of(self.version) == terms.lineage
+            and step_of(self.version) >= terms.oldest_step
+        )
+
+
+class Fleet:
+    """All workers that hold something or have reported, by peer and by bucket."""
+
+    def __init__(self, buckets: tuple[BucketShape, ...], tokens_expected: int) -> None:
+        self.buckets = buckets
+        """Shortest context range first."""
+        self.workers: dict[str, Worker] = {}
+        self.mean_context_tokens = float(tokens_expected)
+        """Running mean of contexts at the end of a trajectory."""
+
+    def put(self, route: Route, peer: str, name: str = "") -> None:
+        """The worker holds the trajectory from now on. It must be on no other."""
+        worker = self.workers.setdefault(peer, Worker(peer, name or peer))
+        assert route.trajectory_id not in worker.routes, route.trajectory_id
+        route.worker = peer
+        route.kv_expected = max(route.kv_expected, route.context_tokens)
+        worker.routes[route.trajectory_id] = route
+        worker.context_tokens += route.context_tokens
+        worker.kv_expected += route.kv_expected
+        worker.groups[route.group_id] += 1
+
+    def take(self, route: Route) -> None:
+        """No worker holds the trajectory any more. Fine when none did."""
+        worker = self.workers.get(route.worker)
+        route.worker = ""
+        if worker is None or worker.routes.pop(route.trajectory_id, None) is None:
+            return
+        worker.context_tokens -= route.context_tokens
+        worker.kv_expected -= route.kv_expected
+        worker.groups[route.group_id] -= 1
+        if not worker.groups[route.group_id]:
+            del worker.groups[route.group_id]
