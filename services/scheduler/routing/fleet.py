@@ -95,17 +95,21 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.mean_context_tokens = float(tokens_expected)
         """Running mean of contexts at the end of a trajectory."""
+        self.changed: dict[str, Worker] = {}
+        """Workers, by peer, of which anything changed since the policy last looked; also those
+        that are gone. The policy empties it; so a decision looks at few workers, not at all."""
 
     def put(self, route: Route, peer: str, name: str = "") -> None:
         """The worker holds the trajectory from now on. It must be on no other."""
-        worker = self.workers.setdefault(peer, Worker(peer, name or peer))
+        worker = self.workers.get(peer)
+        if worker is None:
+            worker = self.workers[peer] = Worker(peer, name or peer)
         assert route.trajectory_id not in worker.routes, route.trajectory_id
         route.worker = peer
-        route.kv_expected = max(route.kv_expected, route.context_tokens)
         worker.routes[route.trajectory_id] = route
-        worker.context_tokens += route.context_tokens
-        worker.kv_expected += route.kv_expected
         worker.groups[route.group_id] += 1
+        route.context_counted = route.kv_counted = 0
+        self._count(route, worker)
 
     def take(self, route: Route) -> None:
         """No worker holds the trajectory any more. Fine when none did."""
@@ -113,8 +117,43 @@ class Fleet:
         route.worker = ""
         if worker is None or worker.routes.pop(route.trajectory_id, None) is None:
             return
-        worker.context_tokens -= route.context_tokens
-        worker.kv_expected -= route.kv_expected
-        worker.groups[route.group_id] -= 1
-        if not worker.groups[route.group_id]:
+        worker.context_tokens -= route.context_counted
+        worker.kv_expected -= route.kv_counted
+        siblings = worker.groups[route.group_id] - 1
+        if siblings:
+            worker.groups[route.group_id] = siblings
+        else:
             del worker.groups[route.group_id]
+        self.changed[worker.peer] = worker
+
+    def recount(self, route: Route) -> None:
+        """The trajectory has grown, or is expected to end elsewhere. Fine when none holds it."""
+        worker = self.workers.get(route.worker)
+        if worker is not None and route.trajectory_id in worker.routes:
+            self._count(route, worker)
+
+    def _count(self, route: Route, worker: Worker) -> None:
+        context = route.prompt_tokens + route.action_tokens + route.observation_tokens
+        route.kv_expected = max(route.kv_expected, context)
+        worker.context_tokens += context - route.context_counted
+        worker.kv_expected += route.kv_expected - route.kv_counted
+        route.context_counted, route.kv_counted = context, route.kv_expected
+        self.changed[worker.peer] = worker
+
+    def remove(self, peer: str) -> list[Route]:
+        """Forget a worker; returns what it held, which is on no worker now."""
+        worker = self.workers.pop(peer, None)
+        if worker is None:
+            return []
+        self.changed[peer] = worker
+        for route in worker.routes.values():
+            route.worker = ""
+        return list(worker.routes.values())
+
+    def learn_length(self, context_tokens: int) -> None:
+        """Note how long a trajectory was at its end."""
+        self.mean_context_tokens += MEAN_WEIGHT * (context_tokens - self.mean_context_tokens)
+
+    def room_for(self, route: Route) -> int:
+        """KV tokens that a trajectory of average length is expected to need at its end."""
+        return max(1, round(self.mean_context_tokens), route.context_tokens)

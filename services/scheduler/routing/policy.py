@@ -31,6 +31,8 @@ class Decision(NamedTuple):
     residual: Residual | None = None
     options: tuple[Option, ...] = ()
     """What was weighed, best first; bounded."""
+    kv_expected: int = 0
+    """Context that it is expected to end with, observations included. Becomes the route's."""
 
 
 class Predictor(Protocol):

@@ -45,6 +45,10 @@ class Route:
     """Context at its end as the last decision expected it, at least its present context."""
     residual: Residual | None = None
     """What the last decision predicted."""
+    context_counted: int = 0
+    """Its part of its worker's `context_tokens`; kept by the fleet."""
+    kv_counted: int = 0
+    """Its part of its worker's `kv_expected`; kept by the fleet."""
 
     @property
     def turns(self) -> int:
