@@ -66,7 +66,11 @@ class EngineLoad:
     decode_tokens: int
     """Tokens sampled since start."""
     busy_s: float
-    """Seconds since start in which at least one request was running."""
+    """Seconds since start in which at least one request was there."""
+    running_s: float = 0.0
+    """Seconds since start, each times the requests in the batch then."""
+    kv_tokens_used_s: float = 0.0
+    """Seconds since start, each times `kv_tokens_used` then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class KvState:
     """KV cache of one context, as opaque bytes of one engine type and version."""
 
     context: Sequence[int]
+    """The tokens whose cache it is."""
     version: int
     payload: bytes
 
@@ -100,7 +105,11 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue one context. Cancelling the await aborts the request."""
+        """Continue one context. Cancelling the await aborts the request.
+
+        What was computed is kept for a while, least recently used first out: a trajectory's next
+        turn, and `export_kv`, find it.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -136,7 +145,7 @@ class Engine(Protocol):
         ...
 
     async def export_kv(self, context: Sequence[int]) -> KvState | None:
-        """The KV cache of a context, where the engine can; None means recompute."""
+        """The KV cache of a context, or of all but its last token; None means recompute."""
         ...
 
     async def import_kv(self, state: KvState) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from common.config import BucketConfig, Config
@@ -27,6 +27,8 @@ Decode = Callable[[Sequence[int]], str]
 
 FILELESS = "sim:"
 """Segments named `sim:…` have no file; there is nothing to check."""
+PREFIXES_PER_SLOT = 4
+"""Contexts that are kept: each request leaves two, with and without what it sampled."""
 VOCABULARY = range(32, 127)
 
 
@@ -44,16 +46,20 @@ def characters(tokens: Sequence[int]) -> str:
 class FakeEngine:
     """Samples one token per `token_s` for each of at most `slots` requests.
 
+    A context costs `prefill_token_s` for each token that is not cached, and `transfer_token_s`
+    for each token of a cache that is taken over.
     `lies_about_applying` reports the new version and goes on with the old weights, as a broken
     reload would: its `digest` and its scores stay what they were.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  A fake has many dials.
         self,
         *,
         script: Script = scribble,
         decode: Decode = characters,
         token_s: float = 0.01,
+        prefill_token_s: float = 0.0,
+        transfer_token_s: float = 0.0,
         slots: int = 32,
         kv_tokens: int = 32768,
         context_tokens_max: int = 4096,
@@ -64,11 +70,16 @@ class FakeEngine:
         self.lies_about_applying = False
         self.prefix_hits: Counter[int] = Counter()
         """Requests whose prefix was cached, by the version that had computed it."""
+        self.prefill_tokens = 0
+        """Context tokens that were not cached."""
         self._script, self._decode, self._token_s = script, decode, token_s
+        self._prefill_token_s, self._transfer_token_s = prefill_token_s, transfer_token_s
         self._slots = asyncio.Semaphore(slots)
         self._accounting = Accounting(kv_tokens, _loop_time)
         self._paused = False
-        self._prefixes: set[tuple[int, tuple[int, ...]]] = set()
+        self._prefixes: OrderedDict[tuple[int, ...], None] = OrderedDict()
+        """Contexts computed with the applied version, least recently used first."""
+        self._prefixes_max = PREFIXES_PER_SLOT * slots
         self._ends: dict[str, asyncio.Event] = {}
         self._broken = "not started"
 
@@ -143,7 +154,7 @@ class FakeEngine:
     async def export_kv(self, context: Sequence[int]) -> KvState | None:
         """A context is its own cache."""
         self._require_version()
-        if (self.version, tuple(context)) not in self._prefixes:
+        if tuple(context) not in self._prefixes:
             return None
         return KvState(context=list(context), version=self.version, payload=self.digest.encode())
 
@@ -152,7 +163,10 @@ class FakeEngine:
         self._require_version()
         if state.version != self.version or state.payload != self.digest.encode():
             return False
-        self._prefixes.add((state.version, tuple(state.context)))
+        await asyncio.sleep(self._transfer_token_s * len(state.context))
+        if state.version != self.version:
+            return False
+        self._keep(state.context)
         return True
 
     def load(self) -> EngineLoad:
@@ -167,6 +181,8 @@ class FakeEngine:
         script: Sequence[int] = ()
         reason = None
         async with self._slots:
+            self._accounting.started(request.request_id)
+            await self._prefill(request.context)
             while reason is None and await self._next_token(request.request_id):
                 if not tokens:
                     script = self._begin(request)
@@ -177,8 +193,8 @@ class FakeEngine:
                 versions.append(self.version)
                 self._accounting.sampled(request.request_id, 1)
                 reason = self._finish_reason(request, tokens, len(script), max_tokens)
-        self._prefixes.add((self.version, tuple(request.context)))
-        self._prefixes.add((self.version, (*request.context, *tokens)))
+        self._keep(request.context)
+        self._keep((*request.context, *tokens))
         return Generation(
             tokens,
             logprobs,
@@ -201,12 +217,26 @@ class FakeEngine:
                 self._require_alive()
                 return False
 
-    def _begin(self, request: GenerateRequest) -> Sequence[int]:
-        """Look the prefix up, as an engine does at the first token, and ask the script."""
-        context = tuple(request.context)
-        lengths = {len(tokens) for _, tokens in self._prefixes if len(tokens) <= len(context)}
-        if any((self.version, context[:length]) in self._prefixes for length in lengths):
+    async def _prefill(self, context: Sequence[int]) -> None:
+        """Look the prefix up, and take the time that the rest of the context costs."""
+        tokens = tuple(context)
+        lengths = {len(prefix) for prefix in self._prefixes if len(prefix) <= len(tokens)}
+        cached = [length for length in lengths if tokens[:length] in self._prefixes]
+        if cached:
             self.prefix_hits[self.version] += 1
+        missing = len(tokens) - max(cached, default=0)
+        self.prefill_tokens += missing
+        await asyncio.sleep(self._prefill_token_s * missing)
+
+    def _keep(self, context: Sequence[int]) -> None:
+        tokens = tuple(context)
+        self._prefixes[tokens] = None
+        self._prefixes.move_to_end(tokens)
+        while len(self._prefixes) > self._prefixes_max:
+            self._prefixes.popitem(last=False)
+
+    def _begin(self, request: GenerateRequest) -> Sequence[int]:
+        """Ask the script, as an engine samples its first token: with the version of then."""
         script = self._script(request.context, request.seed, self.version)
         assert script, "a script samples at least one token"
         return script

@@ -75,3 +75,14 @@ def open_checked(manifest: Manifest) -> Segment:
     segment = Segment.open(manifest)
     segment.check()
     return segment
+
+
+def copy_checked(manifest: Manifest) -> "dict[str, torch.Tensor]":
+    """Copy all tensors of a segment, and check it after that.
+
+    A writer that comes too early is found out: what was copied was still right afterwards.
+    """
+    segment = Segment.open(manifest)
+    copies = {name: tensor.clone() for name, tensor in segment.tensors()}
+    segment.check()
+    return copies

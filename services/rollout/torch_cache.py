@@ -1,5 +1,7 @@
 """The KV cache of the torch engine: one row per sequence, each as long as it is."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -60,21 +62,25 @@ class SlotCache:
         for tensor in self._tensors():
             tensor[target, :, :length] = tensor[source, :, :length]
 
-    def read(self, row: int, length: int) -> Tensor:
-        """The first positions of a row, as (layers times two, heads, positions, size)."""
-        return torch.stack([tensor[row, :, :length] for tensor in self._tensors()])
+    def read(self, row: int, length: int) -> list[Tensor]:
+        """Copies of the first positions of a row: keys and values of each layer in turn."""
+        rows = [tensor[row, :, :length] for tensor in self._tensors()]
+        return [row.to("cpu", copy=True).contiguous() for row in rows]
 
-    def write(self, row: int, content: Tensor) -> bool:
-        """Inverse of `read`; False when the shape is not this model's."""
-        self._reserve(content.shape[2])
+    def write(self, row: int, content: Sequence[Tensor], length: int) -> bool:
+        """Inverse of `read`; False when the content is not of this model and length.
+
+        The shapes are known from the first forward pass on.
+        """
         tensors = self._tensors()
-        if (
-            len(content) != len(tensors)
-            or content[0].shape != tensors[0][0, :, : content.shape[2]].shape
+        if len(content) != len(tensors) or not all(
+            new.dtype == old.dtype and new.shape == (old.shape[1], length, old.shape[3])
+            for old, new in zip(tensors, content, strict=True)
         ):
             return False
-        for tensor, new in zip(tensors, content, strict=True):
-            tensor[row, :, : content.shape[2]] = new
+        self._reserve(length)
+        for old, new in zip(self._tensors(), content, strict=True):
+            old[row, :, :length] = new
         return True
 
     def _tensors(self) -> list[Tensor]:

@@ -4,25 +4,29 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.errors import EngineError
 from common.weights import NO_VERSION
 from services.rollout.accounting import Accounting
-from services.rollout.engine import FinishReason, GenerateRequest, Generation, KvState
-from services.rollout.segment import Segment
+from services.rollout.engine import FinishReason, GenerateRequest, Generation
 from services.rollout.torch_cache import SlotCache
 from services.rollout.torch_sampling import completes_stop, sample
+
+KEPT_ROWS_SHARE = 0.25
+"""Rows beyond the slots. While a trajectory waits for its tool its row is only kept; so many
+others may come and go until the least recently used row, perhaps that one, is lost."""
 
 
 @dataclass
@@ -68,6 +72,8 @@ class Row:
 
     tokens: list[int] = field(default_factory=list[int])
     cached: int = 0
+    used: int = 0
+    """Number of its last use; the lowest is the least recently used row."""
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of `tokens` are cached here."""
@@ -95,12 +101,17 @@ class Decoder:
         kv_tokens: int,
     ) -> None:
         self.version = NO_VERSION
+        self.prefill_tokens = 0
+        """Context tokens computed since start, other than those of decode steps."""
         self._model: Any = model
         self._tokenizer, self._accounting = tokenizer, accounting
         self._kv_tokens = kv_tokens
         self._eos = eos_tokens(model, tokenizer)
-        self._cache = SlotCache(slots)
-        self._rows = [Row() for _ in range(slots)]
+        self._slots = slots
+        rows = slots + math.ceil(slots * KEPT_ROWS_SHARE)
+        self._cache = SlotCache(rows)
+        self._rows = [Row() for _ in range(rows)]
+        self._uses = itertools.count(1)
         self._jobs: list[Job] = []
         self._waiting: deque[Job] = deque()
 
@@ -150,14 +161,13 @@ class Decoder:
         self._record(tokens.tolist(), logprobs.tolist())
 
     @torch.inference_mode()
-    def apply(self, segment: Segment, version: int) -> None:
+    def apply(self, sources: Mapping[str, Tensor], version: int) -> None:
         """Copy a checked version into the model, and compute the running contexts anew.
 
         Raises:
             EngineError: the tensors are not this model's; nothing was changed.
         """
         state: dict[str, Tensor] = self._model.state_dict()
-        sources = dict(segment.tensors())
         _check_names(state, sources)
         for name, source in sources.items():
             state[name].copy_(source)
@@ -176,43 +186,43 @@ class Decoder:
         return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
 
     @torch.inference_mode()
-    def export_kv(self, context: Sequence[int]) -> KvState | None:
-        """All but at most the last token of a context, if some row has them."""
+    def read_kv(self, context: Sequence[int]) -> tuple[int, list[Tensor]] | None:
+        """Cache of all but at most the last token of a context, if some row has it."""
         index, cached = self._best_row(context)
         if cached < max(1, len(context) - 1):
             return None
-        payload = save({"kv": self._cache.read(index, cached).contiguous()})
-        return KvState(context=list(context[:cached]), version=self.version, payload=payload)
+        return cached, self._cache.read(index, cached)
 
     @torch.inference_mode()
-    def import_kv(self, state: KvState) -> bool:
+    def write_kv(self, context: Sequence[int], version: int, content: Sequence[Tensor]) -> bool:
         """Keep a context's keys and values in a free row, for the job that will want them."""
-        if state.version != self.version or len(self._jobs) == len(self._rows):
+        if version != self.version or not context or not self.knows(context):
             return False
-        target = self._oldest_free_row()
-        if not self._cache.write(target, load(state.payload)["kv"]):
+        if not self._jobs and not any(row.cached for row in self._rows):
+            self._forward(0, [[0]], [0], head=False)  # The cache takes its shape from a pass.
+        target = self._free_row()
+        if not self._cache.write(target, content, len(context)):
             return False
-        self._rows[target] = Row(list(state.context), len(state.context))
+        self._rows[target] = Row(list(context), len(context), next(self._uses))
         return True
 
     def _fits(self, job: Job) -> bool:
         if not self._jobs:
             return True
         held = sum(len(j.request.context) + j.max_tokens for j in [*self._jobs, job])
-        return len(self._jobs) < len(self._rows) and held <= self._kv_tokens
+        return len(self._jobs) < self._slots and held <= self._kv_tokens
 
     def _begin(self, job: Job) -> None:
-        """Give the job the next row, starting from the longest prefix that any row has."""
+        """Give the job the next row, going on in a kept one where that is its own past."""
         index = len(self._jobs)
         context = list(job.request.context)
         best, cached = self._best_row(context)
-        if cached == 0:
-            best = self._oldest_free_row()
-        if best >= index:  # A free row: go on in it.
-            self._exchange(index, best)
+        goes_on = best >= index and 0 < cached == self._rows[best].cached
+        self._exchange(index, best if goes_on else self._free_row())
         self._jobs.append(job)
         row = self._rows[index]
-        self._rows[index] = Row(context, row.shared(context))
+        self._rows[index] = Row(context, row.shared(context), next(self._uses))
+        self._accounting.started(job.request.request_id)
         self._prefill(index)
 
     def _prefill(self, index: int) -> None:
@@ -226,6 +236,7 @@ class Decoder:
             row.cached = cached
         if row.cached < wanted:
             self._forward(index, [row.tokens[row.cached : wanted]], [row.cached], head=False)
+            self.prefill_tokens += wanted - row.cached
             row.cached = wanted
 
     def _forward(
@@ -274,6 +285,7 @@ class Decoder:
 
     def _remove(self, index: int) -> None:
         last = len(self._jobs) - 1
+        self._rows[index].used = next(self._uses)
         self._exchange(index, last)
         self._jobs[index] = self._jobs[last]
         self._jobs.pop()
@@ -288,10 +300,10 @@ class Decoder:
         cached, index = max(lengths)
         return index, cached
 
-    def _oldest_free_row(self) -> int:
-        """Emptiest first: what it holds is lost."""
+    def _free_row(self) -> int:
+        """An empty row, or the least recently used: what it holds is lost."""
         free = range(len(self._jobs), len(self._rows))
-        return min(free, key=lambda index: self._rows[index].cached)
+        return min(free, key=lambda index: (self._rows[index].cached > 0, self._rows[index].used))
 
 
 def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -303,7 +315,7 @@ def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
     return {*listed, *([own] if own is not None else [])}
 
 
-def _check_names(state: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
+def _check_names(state: dict[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     """Every tensor of the model has a source of its shape; tied ones have one together."""
     for name, source in sources.items():
         if name not in state or state[name].shape != source.shape:

@@ -10,6 +10,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config import BucketConfig, Config
@@ -18,7 +21,7 @@ from common.messages.coordinator import Manifest
 from common.weights import NO_VERSION
 from services.rollout.accounting import Accounting
 from services.rollout.engine import EngineLoad, GenerateRequest, Generation, KvState
-from services.rollout.segment import open_checked
+from services.rollout.segment import copy_checked
 from services.rollout.torch_decoder import Decoder, Job
 
 T = TypeVar("T")
@@ -94,10 +97,10 @@ class TorchEngine:
         await self._call(lambda: self._set_paused(paused=False))
 
     async def apply_weights(self, manifest: Manifest) -> None:
-        """Check in another thread, then copy between two steps."""
+        """Copy and check in another thread, then swap between two steps."""
         decoder = self._alive()
-        segment = await asyncio.to_thread(open_checked, manifest)
-        await self._call(lambda: decoder.apply(segment, manifest.version))
+        sources = await asyncio.to_thread(copy_checked, manifest)
+        await self._call(lambda: decoder.apply(sources, manifest.version))
         self.version, self.digest = manifest.version, manifest.digest
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -108,12 +111,24 @@ class TorchEngine:
     async def export_kv(self, context: Sequence[int]) -> KvState | None:
         """Copy a row, running or kept."""
         decoder = self._ready()
-        return await self._call(lambda: decoder.export_kv(context))
+        # Asked in the decode thread, which alone knows what is applied between two steps.
+        version, found = await self._call(lambda: (decoder.version, decoder.read_kv(context)))
+        if found is None:
+            return None
+        cached, tensors = found
+        payload = await asyncio.to_thread(_serialized, tensors)
+        return KvState(context=list(context[:cached]), version=version, payload=payload)
 
     async def import_kv(self, state: KvState) -> bool:
         """Keep it in a free row."""
         decoder = self._ready()
-        return await self._call(lambda: decoder.import_kv(state))
+        tensors = await asyncio.to_thread(_deserialized, state.payload)
+        return await self._call(lambda: decoder.write_kv(state.context, state.version, tensors))
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Context tokens computed since start, other than those of decode steps."""
+        return self._decoder.prefill_tokens if self._decoder else 0
 
     def load(self) -> EngineLoad:
         """Own accounting."""
@@ -205,3 +220,16 @@ class TorchEngine:
             slots=self._bucket.slots,
             kv_tokens=self._bucket.kv_tokens,
         )
+
+
+def _serialized(tensors: list[Tensor]) -> bytes:
+    return save({str(number): tensor for number, tensor in enumerate(tensors)})
+
+
+def _deserialized(payload: bytes) -> list[Tensor]:
+    """Inverse of `_serialized`; empty when it is something else."""
+    try:
+        named = load(payload)
+        return [named[str(number)] for number in range(len(named))]
+    except (SafetensorError, KeyError):
+        return []
