@@ -6,6 +6,7 @@ All sums are kept as things change, so that a decision costs the same however mu
 from collections import Counter
 from dataclasses import dataclass, field
 
+from common.messages.scheduler import ReportWorker, WorkerStatus
 from common.weights import NO_VERSION, lineage_of, step_of
 from services.scheduler.routing.route import Route
 
@@ -58,7 +59,9 @@ class Worker:
     reporting: frozenset[str] = frozenset()
     """Trajectories that it said it holds."""
     draining: bool = False
-    """It refused work, or said that it takes none."""
+    """It said that it takes no work any more; what it holds goes elsewhere."""
+    refused: bool = False
+    """It refused work; it gets none until its next report."""
     reported_at: float = 0.0
     routes: dict[str, Route] = field(default_factory=dict[str, Route])
     """What was placed on it and not taken back, by trajectory id, in order of placement."""
@@ -70,6 +73,11 @@ class Worker:
     """Routes by group: siblings share the cached prompt."""
 
     @property
+    def heard(self) -> bool:
+        """Whether it has reported; after a restart it may be known by its trajectories only."""
+        return self.slots > 0 or self.draining or self.version != NO_VERSION
+
+    @property
     def load(self) -> float:
         """Share of its KV cache that is, or will come to be, in use."""
         return self.kv_expected / max(1, self.kv_tokens)
@@ -79,6 +87,7 @@ class Worker:
         return (
             len(self.routes) < self.slots
             and not self.draining
+            and not self.refused
             and self.reported_at >= terms.heard_since
             and self.version >= 0
             and lineage_of(self.version) == terms.lineage
@@ -149,6 +158,64 @@ class Fleet:
         for route in worker.routes.values():
             route.worker = ""
         return list(worker.routes.values())
+
+    def report(self, peer: str, name: str, report: ReportWorker, now: float) -> Worker:
+        """Note what a worker says of itself."""
+        worker = self.workers.get(peer)
+        if worker is None:
+            worker = self.workers[peer] = Worker(peer, name)
+        worker.bucket = report.bucket
+        worker.version = report.version
+        worker.slots = report.slots
+        worker.kv_tokens = report.kv_tokens_used + report.kv_tokens_free
+        worker.kv_tokens_used = report.kv_tokens_used
+        worker.running = report.running
+        worker.waiting = report.waiting
+        worker.decode_tokens = report.decode_tokens
+        worker.reporting = frozenset(report.holding)
+        worker.draining = report.slots == 0
+        worker.refused = False
+        worker.reported_at = now
+        self.changed[peer] = worker
+        return worker
+
+    def refuse(self, peer: str) -> None:
+        """The worker took no work; it gets none until it reports again."""
+        worker = self.workers.get(peer)
+        if worker is not None:
+            worker.refused = True
+            self.changed[peer] = worker
+
+    def forget(self, *, silent_since: float) -> None:
+        """Forget workers that hold nothing and have not reported for long."""
+        silent = [
+            worker.peer
+            for worker in self.workers.values()
+            if not worker.routes and worker.reported_at < silent_since
+        ]
+        for peer in silent:
+            self.remove(peer)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether some worker has a free slot."""
+        return any(len(worker.routes) < worker.slots for worker in self.workers.values())
+
+    def statuses(self) -> list[WorkerStatus]:
+        """For people, by name."""
+        return [
+            WorkerStatus(
+                name=worker.name,
+                bucket=worker.bucket,
+                version=worker.version,
+                holding=len(worker.routes),
+                kv_tokens_used=worker.kv_tokens_used,
+                kv_tokens_free=worker.kv_tokens - worker.kv_tokens_used,
+                decode_tokens=worker.decode_tokens,
+            )
+            for worker in sorted(self.workers.values(), key=lambda w: (w.name, w.peer))
+            if worker.heard
+        ]
 
     def learn_length(self, context_tokens: int) -> None:
         """Note how long a trajectory was at its end."""
