@@ -4,13 +4,20 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from services.scheduler.routing.baselines import LeastLoad, RoundRobin
+from services.scheduler.routing.libra import Libra
 from services.scheduler.routing.params import RoutingParams
 from services.scheduler.routing.policy import Policy, Predictor
+from services.scheduler.routing.published import Cmlfq, LaMlfq, LengthAware, Mlfq
 
 __all__ = ["POLICIES", "RoutingParams", "make_policy"]
 
 POLICIES: Mapping[str, Callable[[RoutingParams, Predictor], Policy]] = MappingProxyType(
     {
+        "libra": Libra,
+        "cmlfq": lambda params, predictor: Cmlfq(),
+        "la_mlfq": lambda params, predictor: LaMlfq(),
+        "length_aware": lambda params, predictor: LengthAware(predictor),
+        "mlfq": lambda params, predictor: Mlfq(),
         "least_load": lambda params, predictor: LeastLoad(),
         "round_robin": lambda params, predictor: RoundRobin(),
     }
