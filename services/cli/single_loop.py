@@ -42,8 +42,9 @@ from common.weights import version_id
 from services.coordinator.manifest import build_manifest
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
+from services.rollout.equipment import Equipment, NoCaches
 from services.rollout.limits import Limits
-from services.rollout.loop import Equipment, Trajectory
+from services.rollout.loop import Trajectory
 from services.rollout.parsers import PARSERS
 from services.rollout.render import Renderer
 from services.rollout.tokenizer import load_tokenizer
@@ -233,6 +234,7 @@ class SingleLoop:
             parser=parser,
             tools=tools,
             journal=journal,
+            caches=NoCaches(),
             limits=Limits.of(config, engine_context_tokens=engine.context_tokens_max),
             temperature=config.sampling.temperature,
             draining=lambda: False,

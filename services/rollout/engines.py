@@ -15,7 +15,7 @@ log = structlog.get_logger()
 def make_engine(config: Config, bucket: BucketConfig, worker_index: int, run_id: str) -> Engine:
     """The engine that the bucket names, not started yet; `auto` is vLLM where it is usable.
 
-    Finding that out takes ten seconds: call this in a thread once there are heartbeats. Without
+    Finding that out takes ten seconds: call this in a thread. Without
     `cpus` in the bucket the engine takes the cores that this process may run on.
     """
     del run_id

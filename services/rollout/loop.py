@@ -9,15 +9,18 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
 from common.errors import EngineError, GradeError, ToolError
 from common.messages.rollout import AssignTrajectory
-from common.messages.scheduler import TrajectoryResult, TurnFinished, TurnRecorded
+from common.messages.scheduler import (
+    MoveReport,
+    TrajectoryResult,
+    TurnFinished,
+    TurnRecorded,
+)
 from common.messages.tools import (
-    SessionGraded,
     SessionOpened,
     ToolReturned,
     ToolSpec,
@@ -32,9 +35,10 @@ from common.trajectory import (
     unpack_tokens,
 )
 from services.rollout.engine import Engine, FinishReason, GenerateRequest, Generation
-from services.rollout.limits import Limits, Progress, next_budget, why_cut
-from services.rollout.parsers import MalformedCall, ParsedTurn, Parser, error_line, with_ignored
-from services.rollout.render import Renderer
+from services.rollout.equipment import Equipment
+from services.rollout.limits import Progress, next_budget, why_cut
+from services.rollout.moves import Arrival, Company, company
+from services.rollout.parsers import MalformedCall, ParsedTurn, error_line, with_ignored
 from services.rollout.tool_client import SessionRef
 
 log = structlog.get_logger()
@@ -43,63 +47,6 @@ INLINE_TOKENS_MAX = 16_384
 """Longer transcripts are decoded in a thread: the event loop must go on."""
 PROBE_TIMEOUT_S = 30.0
 """For an engine that failed a request to show that it still works."""
-
-
-class Tools(Protocol):
-    """The tool servers, as one trajectory sees them: `ToolClient`, or the servers in process."""
-
-    async def open(
-        self, session_id: str, environment: str, task: str
-    ) -> tuple[SessionRef, SessionOpened]:
-        """Open a session where the environment is served."""
-        ...
-
-    async def resume(self, session: SessionRef, environment: str, task: str) -> SessionOpened:
-        """Find a session again after a move."""
-        ...
-
-    async def call(
-        self, session: SessionRef, call_id: str, tool: str, arguments: str
-    ) -> ToolReturned:
-        """Run one tool."""
-        ...
-
-    async def grade(
-        self, session: SessionRef, turns: list[TranscriptTurn], stop_reason: str
-    ) -> SessionGraded:
-        """Ask for the reward."""
-        ...
-
-    async def close(self, session: SessionRef) -> None:
-        """End the session."""
-        ...
-
-    def forget(self, session: SessionRef) -> None:
-        """The session is not used from here any more."""
-        ...
-
-
-class Recorder(Protocol):
-    """Where turns go: `Journal`, or a list."""
-
-    async def record(self, turn: TurnFinished) -> TurnRecorded | None:
-        """Report one turn; None when it could not be recorded."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Equipment:
-    """What the trajectories of one worker share."""
-
-    engine: Engine
-    renderer: Renderer
-    parser: Parser
-    tools: Tools
-    journal: Recorder
-    limits: Limits
-    temperature: float
-    draining: Callable[[], bool]
-    """Whether trajectories stop at their next turn boundary, to go on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +62,8 @@ class TurnDraft:
     """What is known of the turn at work; reported as it stands when the trajectory fails."""
 
     generation: Generation | None = None
+    company: Company = field(default_factory=Company)
+    move: MoveReport | None = None
     observation: list[int] = field(default_factory=list[int])
     tool: str = ""
     tool_status: ToolStatus | None = None
@@ -128,10 +77,20 @@ def turn_seed(trajectory_seed: int, turn: int) -> int:
 
 
 class Trajectory:
-    """One assignment: the trajectory from the turn it was assigned with to its end here."""
+    """One assignment: the trajectory from the turn it was assigned with to its end here.
+
+    Raises:
+        ValueError: when made of tokens or turns that contradict themselves.
+    """
 
     def __init__(self, assignment: AssignTrajectory, equipment: Equipment) -> None:
         self._assignment = assignment
+        self.lease = assignment.lease
+        """Number under which this worker holds it; grows when a move was taken back."""
+        self.reporting = False
+        """A turn is on its way to the scheduler, whose reply says who goes on."""
+        self.begun = assignment.turn > 0
+        """A turn of it is journaled, so a cache of its context is worth something."""
         self._with = equipment
         self._turn = assignment.turn
         later = [unpack_tokens(tokens) for tokens in assignment.later_tokens]
@@ -140,14 +99,18 @@ class Trajectory:
             TurnTokens(action, observation)
             for action, observation in zip(later[::2], later[1::2], strict=True)
         ]
+        if len(self._turns) != self._turn:
+            raise ValueError(f"{len(self._turns)} turns before turn {self._turn}")
         self._context = [*self._prompt, *(token for part in later for token in part)]
+        self._arrival: Arrival | None = None
+        """Until the first turn tells of it."""
         self._session: SessionRef | None = None
         self._tools: list[ToolSpec] = []
         self._draft = TurnDraft()
         self._blamed = FailureKind.ENVIRONMENT
         """Who failed, if something does that nobody expects."""
 
-    async def run(self, on_finished: Callable[[], None] = lambda: None) -> None:
+    async def run(self, on_finished: Callable[[], object] = lambda: None) -> None:
         """Work on the trajectory until it ends, moves away or is not wanted any more.
 
         Args:
@@ -192,6 +155,8 @@ class Trajectory:
             return _failed(self._blamed, f"{type(error).__name__}: {error}")
 
     async def _play(self) -> TrajectoryResult | None:
+        if self._turn:  # First of all: the worker that it comes from may be leaving.
+            self._arrival = await self._arrive()
         opened = await self._open()
         if opened.failure is not None:
             return _failed(opened.failure, opened.detail)
@@ -211,6 +176,16 @@ class Trajectory:
                 return None
             self._turn += 1
             self._draft = TurnDraft()
+
+    async def _arrive(self) -> Arrival:
+        """Get the cache of all but the last observation, which no engine has seen yet."""
+        asked, now_s = self._assignment, asyncio.get_running_loop().time
+        started_s = now_s()
+        seen = len(self._context) - len(self._turns[-1].observation)
+        miss = await self._with.caches.take_over(
+            asked.kv_source, asked.trajectory_id, self._context[:seen]
+        )
+        return Arrival(miss, now_s() - started_s)
 
     async def _open(self) -> SessionOpened:
         asked, tools = self._assignment, self._with.tools
@@ -255,10 +230,11 @@ class Trajectory:
 
     async def _generate(self, budget: int) -> Generation:
         self._blamed = FailureKind.ENGINE
-        asked = self._assignment
-        generation = await self._with.engine.generate(
+        asked, engine = self._assignment, self._with.engine
+        before = engine.load()
+        generation = await engine.generate(
             GenerateRequest(
-                request_id=f"{asked.trajectory_id}/{asked.lease}/{self._turn}",
+                request_id=f"{asked.trajectory_id}/{self.lease}/{self._turn}",
                 context=tuple(self._context),
                 max_tokens=budget,
                 temperature=self._with.temperature,
@@ -269,6 +245,11 @@ class Trajectory:
         if generation.finish_reason is FinishReason.ABORTED:
             raise EngineError("the engine aborted the generation by itself")
         self._draft.generation = generation
+        self._draft.company = company(before, engine.load())
+        if self._arrival:
+            tokens, queue_s = len(self._context), generation.queue_s
+            self._draft.move = self._arrival.report(context_tokens=tokens, queue_s=queue_s)
+            self._arrival = None
         self._context += generation.tokens
         return generation
 
@@ -323,27 +304,39 @@ class Trajectory:
         ]
 
     async def _record(self, result: TrajectoryResult | None) -> TurnRecorded | None:
+        self.reporting = True
+        try:
+            recorded = await self._with.journal.record(self._turn_finished(result))
+        finally:
+            self.reporting = False
+        if recorded:
+            self.begun = True
+            self.lease = recorded.lease or self.lease
+        return recorded
+
+    def _turn_finished(self, result: TrajectoryResult | None) -> TurnFinished:
         asked, draft, session = self._assignment, self._draft, self._session
         made = draft.generation
-        return await self._with.journal.record(
-            TurnFinished(
-                trajectory_id=asked.trajectory_id,
-                lease=asked.lease,
-                turn=self._turn,
-                prompt_tokens=b"" if self._turn else pack_tokens(self._prompt),
-                session_id=session.session_id if session else "",
-                tool_server=session.server if session else "",
-                action_tokens=pack_tokens(made.tokens if made else ()),
-                action_logprobs=pack_logprobs(made.logprobs if made else ()),
-                action_versions=pack_tokens(made.versions if made else ()),
-                observation_tokens=pack_tokens(draft.observation),
-                tool=draft.tool,
-                tool_status=draft.tool_status,
-                tool_latency_s=draft.tool_latency_s,
-                decode_s=made.decode_s if made else 0.0,
-                queue_s=made.queue_s if made else 0.0,
-                result=result,
-            )
+        return TurnFinished(
+            trajectory_id=asked.trajectory_id,
+            lease=self.lease,
+            turn=self._turn,
+            prompt_tokens=b"" if self._turn else pack_tokens(self._prompt),
+            session_id=session.session_id if session else "",
+            tool_server=session.server if session else "",
+            action_tokens=pack_tokens(made.tokens if made else ()),
+            action_logprobs=pack_logprobs(made.logprobs if made else ()),
+            action_versions=pack_tokens(made.versions if made else ()),
+            observation_tokens=pack_tokens(draft.observation),
+            tool=draft.tool,
+            tool_status=draft.tool_status,
+            tool_latency_s=draft.tool_latency_s,
+            decode_s=made.decode_s if made else 0.0,
+            queue_s=made.queue_s if made else 0.0,
+            result=result,
+            running=draft.company.running,
+            kv_tokens_used=draft.company.kv_tokens_used,
+            move=draft.move,
         )
 
     def _progress(self) -> Progress:
@@ -358,7 +351,7 @@ class Trajectory:
         return {
             "trajectory_id": asked.trajectory_id,
             "group_id": asked.group_id,
-            "lease": asked.lease,
+            "lease": self.lease,
             "turn": self._turn,
         }
 

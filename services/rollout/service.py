@@ -45,7 +45,9 @@ class RolloutService:
         config = self._runtime.config
         parser = PARSERS[config.rollout.tool_format]
         renderer = Renderer(self._tokenizer_loader(config.model.path), parser, config.model.path)
-        engine = self._engine_factory(config, self._bucket, self._index, self._runtime.run_id)
+        engine = await asyncio.to_thread(
+            self._engine_factory, config, self._bucket, self._index, self._runtime.run_id
+        )
         try:
             if await self._start(engine, stopping):
                 await Worker(self._runtime, self._bucket, engine, renderer).run(stopping)

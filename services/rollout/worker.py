@@ -19,6 +19,7 @@ from common.messages.rollout import (
     ApplyVersion,
     AssignTrajectory,
     DropTrajectory,
+    FetchKv,
     TrajectoryAssigned,
     TrajectoryDropped,
     VersionApplied,
@@ -27,9 +28,12 @@ from common.messages.scheduler import ReportWorker
 from common.service import Runtime
 from common.weights import NO_VERSION
 from services.rollout.engine import Engine
+from services.rollout.equipment import Equipment
 from services.rollout.journal import Journal
+from services.rollout.kv_client import KvClient
+from services.rollout.kv_server import KvServer
 from services.rollout.limits import Limits
-from services.rollout.loop import Equipment, Trajectory
+from services.rollout.loop import Trajectory
 from services.rollout.parsers import PARSERS
 from services.rollout.render import Renderer
 from services.rollout.tool_client import ToolClient
@@ -48,8 +52,13 @@ HELD_PER_SLOT_MAX = 2
 class Held:
     """A trajectory at work."""
 
-    lease: int
+    trajectory: Trajectory
     task: asyncio.Task[None]
+
+    @property
+    def lease(self) -> int:
+        """Number under which it is held; grows when a move was taken back."""
+        return self.trajectory.lease
 
 
 class Worker:
@@ -73,10 +82,12 @@ class Worker:
             parser=PARSERS[config.rollout.tool_format],
             tools=ToolClient(self._membership, config),
             journal=Journal(self._membership),
+            caches=KvClient(self._membership, engine, runtime.mesh.identity),
             limits=Limits.of(config, engine_context_tokens=engine.context_tokens_max),
             temperature=config.sampling.temperature,
             draining=lambda: self._draining,
         )
+        self._kv = KvServer(engine)
         self._held: dict[str, Held] = {}
         self._applying: dict[int, asyncio.Task[VersionApplied | WeightError]] = {}
         self._swapping = asyncio.Lock()
@@ -89,6 +100,7 @@ class Worker:
         self._mesh.serve(AssignTrajectory, self._assign)
         self._mesh.serve(DropTrajectory, self._drop)
         self._mesh.serve(ApplyVersion, self._apply_version)
+        self._mesh.serve(FetchKv, self._kv.fetch)
         async with self._tasks as tasks:
             background = [
                 tasks.create_task(self._membership.run(), name="membership"),
@@ -121,20 +133,20 @@ class Worker:
         try:
             trajectory = Trajectory(request, self._equipment)
         except ValueError as error:
-            raise RequestRefused(Refusal.INVALID, f"tokens: {error}") from error
+            raise RequestRefused(Refusal.INVALID, str(error)) from error
         if older:
             older.task.cancel()
-        trajectory_id, lease = request.trajectory_id, request.lease
+        trajectory_id = request.trajectory_id
         task = self._tasks.create_task(
-            trajectory.run(lambda: self._release(trajectory_id, lease)), name=trajectory_id
+            trajectory.run(lambda: self._release(trajectory_id, trajectory)), name=trajectory_id
         )
-        task.add_done_callback(lambda _: self._release(trajectory_id, lease))
-        self._held[trajectory_id] = Held(lease, task)
+        task.add_done_callback(lambda _: self._leave(trajectory_id, trajectory))
+        self._held[trajectory_id] = Held(trajectory, task)
         log.debug(
             "trajectory.assigned",
             trajectory_id=trajectory_id,
             group_id=request.group_id,
-            lease=lease,
+            lease=request.lease,
             turn=request.turn,
         )
 
@@ -147,24 +159,37 @@ class Worker:
 
     def _cancel(self, trajectory_id: str, held: Held) -> None:
         held.task.cancel()
-        self._release(trajectory_id, held.lease)
+        self._leave(trajectory_id, held.trajectory)
         log.info("trajectory.dropped", trajectory_id=trajectory_id, lease=held.lease)
 
-    def _release(self, trajectory_id: str, lease: int) -> None:
+    def _leave(self, trajectory_id: str, trajectory: Trajectory) -> None:
+        """It is no longer at work here, and has no result: while draining, someone goes on."""
+        if self._release(trajectory_id, trajectory) and self._draining and trajectory.begun:
+            self._kv.expect(trajectory_id)
+
+    def _release(self, trajectory_id: str, trajectory: Trajectory) -> bool:
+        """Hold it no longer; False when it was released or replaced before."""
         held = self._held.get(trajectory_id)
-        if held and held.lease == lease:
-            del self._held[trajectory_id]
+        if held is None or held.trajectory is not trajectory:
+            return False
+        del self._held[trajectory_id]
+        return True
 
     async def _drain(self) -> None:
         """Trajectories stop at their next turn boundary; then, or after the grace, all do."""
         self._draining = True
+        self._kv.begin_stopping()
         log.info("worker.draining", holding=len(self._held))
         at_work = {held.task for held in self._held.values()}
         if at_work:
+            # At once, so that the scheduler looks for other workers before the turns end.
+            self._tasks.create_task(self._report(), name="report draining")
             await asyncio.wait(at_work, timeout=DRAIN_GRACE_S)
         for trajectory_id, held in list(self._held.items()):
             self._cancel(trajectory_id, held)
         await self._report()
+        if any(member.role == "rollout" for member in self._membership.members.values()):
+            await self._kv.linger()
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────
 
@@ -210,6 +235,7 @@ class Worker:
 
     async def _report(self) -> None:
         """Tell the scheduler what is held here, and drop what it does not count as ours."""
+        self._kv.forget_old()
         load = self._engine.load()
         self._membership.busy_s = load.busy_s
         scheduler = self._membership.find("scheduler")
@@ -224,6 +250,8 @@ class Worker:
             slots=0 if self._draining else self._bucket.slots,
             holding=sorted(leases),
             decode_tokens=load.decode_tokens,
+            running=load.running,
+            waiting=load.waiting,
         )
         try:
             noted = await self._membership.request(scheduler, report, timeout_s=REPORT_TIMEOUT_S)
@@ -232,6 +260,7 @@ class Worker:
             return
         for trajectory_id in noted.drop:
             held = self._held.get(trajectory_id)
-            # Assigned again since the report was made: the answer is about the older placement.
-            if held and held.lease == leases.get(trajectory_id):
+            # With another lease, the answer is about an older placement. While a turn is being
+            # reported the trajectory may count as another worker's, and come back yet.
+            if held and held.lease == leases.get(trajectory_id) and not held.trajectory.reporting:
                 self._cancel(trajectory_id, held)
