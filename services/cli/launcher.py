@@ -58,7 +58,7 @@ def launch(config: Config, *, resume: bool, console: Console) -> int:
     """
     directory = open_run_directory(config, resume=resume)
     try:
-        config = spread_cores(config, len(os.sched_getaffinity(0)))
+        config = spread_cores(config, sorted(os.sched_getaffinity(0)))
         config = config.model_copy(
             update={"run": config.run.model_copy(update={"name": directory.path.name})}
         )

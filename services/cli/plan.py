@@ -1,6 +1,7 @@
 """Which processes a job needs, with what environment, and what an exit means. Pure."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -68,21 +69,32 @@ def common_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str,
     }
 
 
-def spread_cores(config: Config, cores: int) -> Config:
-    """Give each rollout worker cores of its own where the configuration names none.
+def spread_cores(config: Config, cores: Sequence[int]) -> Config:
+    """Give each rank of each rollout worker a core where the configuration names none.
 
-    Workers that outnumber the cores share them in turn: threads that spin against each other
-    cost more than waiting does.
+    Ranks of one worker work in step, so they never share a core with each other while there are
+    others. Ranks that outnumber the cores share those that serve the fewest, cores named in the
+    configuration counted: threads that spin against each other cost more than waiting does.
     """
-    position = 0
+    ranks_on = Counter(dict.fromkeys(cores, 0))
+    ranks_on.update(core for b in config.buckets for cpus in b.cpus for core in cpus)
     buckets: list[BucketConfig] = []
     for bucket in config.buckets:
-        cpus: list[list[int]] = []
-        for _ in range(bucket.workers):
-            cpus.append([(position + k) % cores for k in range(bucket.tensor_parallel)])
-            position += bucket.tensor_parallel
-        buckets.append(bucket if bucket.cpus else bucket.model_copy(update={"cpus": cpus}))
+        cpus = bucket.cpus or [
+            _cores_of_worker(bucket.tensor_parallel, cores, ranks_on) for _ in range(bucket.workers)
+        ]
+        buckets.append(bucket.model_copy(update={"cpus": cpus}))
     return config.model_copy(update={"buckets": buckets})
+
+
+def _cores_of_worker(ranks: int, cores: Sequence[int], ranks_on: Counter[int]) -> list[int]:
+    """One core for each rank of a worker; what they serve is counted in `ranks_on`."""
+    taken: list[int] = []
+    for _ in range(ranks):
+        core = min(cores, key=lambda core: (taken.count(core), ranks_on[core], core))
+        taken.append(core)
+        ranks_on[core] += 1
+    return taken
 
 
 def after_exit(role: str, code: int, in_a_row: int) -> AfterExit:

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -22,15 +21,10 @@ from common.messages.coordinator import Manifest
 from common.weights import NO_VERSION
 from services.rollout import vllm_settings
 from services.rollout.accounting import Accounting
-from services.rollout.engine import (
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    KvState,
-)
+from services.rollout.engine import EngineLoad, GenerateRequest, Generation, KvState
 from services.rollout.segment import open_checked
 from services.rollout.vllm_plugin import BACKEND
+from services.rollout.vllm_requests import Sampled, rank_problem, sampling_params
 
 log = structlog.get_logger()
 
@@ -38,13 +32,8 @@ CORE_TIMEOUT_S = 60.0
 """A pause takes one decode step and a swap a second or two; past this the engine core hangs."""
 CLOSE_TIMEOUT_S = 1.0
 """Then the child processes are killed: they have nothing to save."""
-STREAM_INTERVAL = 8
-"""Tokens between two outputs of a request: each costs the event loop a task switch."""
-FINISH_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORTED,
-}
+CLOSE_RANKS_TIMEOUT_S = 6.0
+"""The same for several ranks, which need three seconds to free what they share."""
 
 
 class VllmEngine:
@@ -84,7 +73,10 @@ class VllmEngine:
         self._broken = self._broken or "closed"
         if llm is not None:
             _detach(llm)
-            await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
+            alone = self._bucket.tensor_parallel == 1
+            await asyncio.to_thread(
+                llm.shutdown, CLOSE_TIMEOUT_S if alone else CLOSE_RANKS_TIMEOUT_S
+            )
             llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the collector.
         if self._starter is not None:
             self._starter.closed.set()
@@ -98,12 +90,12 @@ class VllmEngine:
         room = self.context_tokens_max - len(request.context)
         if room < 1:
             raise EngineError(f"no room after a context of {len(request.context)} tokens")
-        sampled = _Sampled(_loop_time())
+        sampled = Sampled(_loop_time())
         self._accounting.begin(request.request_id, len(request.context))
         try:
             stream = self._llm.generate(
                 self._prompt(request.context),
-                _sampling_params(request, min(request.max_tokens, room)),
+                sampling_params(request, min(request.max_tokens, room)),
                 request.request_id,
             )
             async for output in stream:
@@ -224,21 +216,39 @@ class VllmEngine:
                 await self._llm.resume_generation()
 
     async def _load(self, manifest: Manifest) -> None:
-        """Replace the weights in all workers. Half done is broken, unless nothing was touched."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        """Replace the weights in all ranks. Half done is broken, unless nothing was touched.
 
-        update = WeightTransferUpdateRequest(update_info={"manifest": manifest.model_dump()})
+        Raises:
+            VersionGone: a rank could not map the segment, so none has begun.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         async with self._core_call("weight update"):
-            await self._llm.start_weight_update()
             try:
-                await self._llm.update_weights(update)
+                rpc = self._llm.collective_rpc
+                mapped: list[bool] = await rpc("map_version", args=(manifest.model_dump(),))
+                if all(mapped):
+                    await self._replace_weights(manifest)
+            except (EngineDeadError, EngineError):
+                raise
             except Exception as error:  # A worker's exception arrives as a bare one.
-                # The worker maps the file before it touches the model.
-                if not os.path.exists(manifest.segment):  # noqa: ASYNC240, PTH110  in memory
-                    raise VersionGone(manifest.version) from error
                 self._broken = f"version {manifest.version} is loaded in part: {error}"
                 raise EngineError(self._broken) from error
-            await self._llm.finish_weight_update(str(manifest.version))
+        if not all(mapped):
+            raise VersionGone(manifest.version)
+
+    async def _replace_weights(self, manifest: Manifest) -> None:
+        """Load what is mapped, and hear of every rank what it has now."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        update = WeightTransferUpdateRequest(update_info={"version": manifest.version})
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(update)
+        await self._llm.finish_weight_update(str(manifest.version))
+        ranks = await self._llm.collective_rpc("applied_version")
+        if problem := rank_problem(manifest.version, manifest.digest, ranks):
+            self._broken = problem
+            raise EngineError(problem)
 
     @asynccontextmanager
     async def _core_call(self, what: str) -> AsyncGenerator[None]:
@@ -294,53 +304,6 @@ class _Starter:
         self.closed.wait()
 
 
-@dataclass
-class _Sampled:
-    """Collects the outputs of one request."""
-
-    submitted_s: float
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    finish_reason: FinishReason | None = None
-    first_s: float | None = None
-    last_s: float = 0.0
-
-    def add(self, completion: Any, now: float) -> None:
-        """One delta. The last one names the version of every token.
-
-        The engine core stamps its outputs with the version that it decodes with, so tokens that
-        were still on their way when the core was paused keep the old one.
-        """
-        if completion.token_ids:
-            self.first_s = now if self.first_s is None else self.first_s
-            self.last_s = now
-        self.tokens += completion.token_ids
-        self.logprobs += [
-            position[token].logprob
-            for token, position in zip(completion.token_ids, completion.logprobs or [], strict=True)
-        ]
-        if completion.finish_reason is not None:
-            self.finish_reason = FINISH_REASONS.get(completion.finish_reason)
-            for span in completion.weight_versions or []:
-                self.versions += [int(span.version)] * (span.end - span.start)
-
-    def generation(self) -> Generation:
-        """The whole, once the last delta was added."""
-        if self.finish_reason is None:
-            raise EngineError("vLLM ended the request with an error")
-        assert len(self.tokens) == len(self.logprobs) == len(self.versions), "a delta was lost"
-        first_s = self.submitted_s if self.first_s is None else self.first_s
-        return Generation(
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            finish_reason=self.finish_reason,
-            queue_s=first_s - self.submitted_s,
-            decode_s=max(0.0, self.last_s - first_s),
-        )
-
-
 def _build(config: Config, bucket: BucketConfig) -> Any:
     """Import vLLM, start the engine core and its workers, and wait until they are ready."""
     from transformers import AutoConfig
@@ -366,24 +329,6 @@ def _detach(llm: Any) -> None:
     if llm.output_handler is not None:
         llm.output_handler.cancel()
     llm.output_processor.propagate_error(EngineDeadError())
-
-
-def _sampling_params(request: GenerateRequest, max_tokens: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=request.temperature,
-        seed=request.seed,
-        logprobs=0,
-        stop=list(request.stop),
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        detokenize=bool(request.stop),
-        output_kind=RequestOutputKind.DELTA,
-        stream_interval=STREAM_INTERVAL,
-    )
 
 
 def _loop_time() -> float:

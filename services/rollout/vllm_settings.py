@@ -10,6 +10,7 @@ CPU_BLOCK_TOKENS = 32
 """Smallest block that the CPU attention kernels like: prefixes are shared in units of it."""
 UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its full name: vLLM's CPU platform replaces the short one, as it sets threads per process."""
+RANK_CALLS = "services.rollout.vllm_backend.RankCalls"
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 
 
@@ -25,12 +26,15 @@ def environment(cpus: Sequence[int], tensor_parallel: int, *, on_cpu: bool) -> d
     """Variables that must be set before vLLM is imported; its child processes inherit them.
 
     On a CPU Dynamo is off: the first request with log-probabilities would compile for 20 s.
+    When a rank dies the others hang in a collective; the engine says so once they are gone, so
+    they get a second only to end by themselves.
     """
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
         "VLLM_PLUGINS": "libra",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -95,4 +99,5 @@ def engine_arguments(config: Config, bucket: BucketConfig, *, on_cpu: bool) -> d
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "seed": config.run.seed,
+        "worker_extension_cls": RANK_CALLS,
     }

@@ -38,13 +38,35 @@ def test_every_worker_of_every_bucket_is_a_process_of_its_own() -> None:
 
 
 def test_workers_get_cores_of_their_own_as_long_as_there_are_any() -> None:
-    spread = spread_cores(config(), cores=2)
+    spread = spread_cores(config(), [0, 1])
     assert [bucket.cpus for bucket in spread.buckets] == [[[0]], [[1]]]
 
 
 def test_cores_that_the_configuration_names_are_kept() -> None:
-    spread = spread_cores(config(BucketConfig(name="short", cpus=[[5]])), cores=2)
+    spread = spread_cores(config(BucketConfig(name="short", cpus=[[5]])), [0, 1])
     assert spread.buckets[0].cpus == [[5]]
+
+
+def test_cores_that_the_configuration_names_are_left_to_those_workers() -> None:
+    buckets = BucketConfig(name="short", cpus=[[2]]), BucketConfig(name="long", workers=2)
+    spread = spread_cores(config(*buckets), [2, 3, 7])
+    assert spread.buckets[1].cpus == [[3], [7]]
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ([0, 1], [[[0]], [[1, 0]], [[1]]]),
+        ([4, 5, 6], [[[4]], [[5, 6]], [[4]]]),
+        ([3], [[[3]], [[3, 3]], [[3]]]),
+    ],
+)
+def test_the_ranks_of_a_worker_share_cores_with_other_workers_first(
+    cores: list[int], expected: list[list[list[int]]]
+) -> None:
+    split = BucketConfig(name="split", tensor_parallel=2)
+    spread = spread_cores(config(BucketConfig(name="a"), split, BucketConfig(name="b")), cores)
+    assert [bucket.cpus for bucket in spread.buckets] == expected
 
 
 def test_a_trainer_that_ends_well_has_finished_the_job() -> None:
