@@ -78,6 +78,11 @@ class Worker:
         return self.slots > 0 or self.draining or self.version != NO_VERSION
 
     @property
+    def willing(self) -> bool:
+        """Whether it takes work at all, whatever weights are asked for."""
+        return not self.draining and not self.refused and self.version >= 0
+
+    @property
     def load(self) -> float:
         """Share of its KV cache that is, or will come to be, in use."""
         return self.kv_expected / max(1, self.kv_tokens)
@@ -86,10 +91,8 @@ class Worker:
         """Whether it may be given one more trajectory under these terms."""
         return (
             len(self.routes) < self.slots
-            and not self.draining
-            and not self.refused
+            and self.willing
             and self.reported_at >= terms.heard_since
-            and self.version >= 0
             and lineage_of(self.version) == terms.lineage
             and step_of(self.version) >= terms.oldest_step
         )

@@ -186,7 +186,7 @@ class Standings:
             standing.closed = share > self._params.kv_low and held > 0
         elif share > self._params.kv_high:
             standing.closed = True
-        if standing.closed or worker.draining or held >= worker.slots or worker.version < 0:
+        if standing.closed or held >= worker.slots or not worker.willing:
             bucket.scores[standing.position] = inf
             return
         pressed = share - PRESSED_FROM
