@@ -3,13 +3,10 @@
 Built from a snapshot of the ledger, so that a restart takes the same path as a start. Every method
 is given the time and returns what is to be written, sent and said; none waits, reads a clock or
 does I/O. What an event changes here is in the rows of the same outcome, so the ledger and this
-object tell the same story at every moment.
+object tell the same story at every moment. Where a trajectory runs is the policy's to say.
 """
 
-import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from common.errors import Refusal, RequestRefused
 from common.messages.scheduler import (
@@ -19,62 +16,86 @@ from common.messages.scheduler import (
     StepRecorded,
     TurnFinished,
 )
-from services.scheduler.admission import groups_admissible
-from services.scheduler.batches import Candidate, choose_batch
+from services.scheduler.admission import groups_admissible, oldest_step_allowed
 from services.scheduler.groups import Groups
 from services.scheduler.leases import Leases
-from services.scheduler.metrics import early_warnings, step_metrics
-from services.scheduler.records import (
-    GroupRecord,
-    GroupState,
-    Snapshot,
-    StepRow,
-)
+from services.scheduler.measures import measure_turn
+from services.scheduler.moves import Moves
+from services.scheduler.records import DecisionKind, GroupRecord, Snapshot, StepRow
+from services.scheduler.routing.policy import Decision, Policy
 from services.scheduler.rules import Rules
-from services.scheduler.state import Assign, Group, Lineage, Outcome, Trajectory
+from services.scheduler.state import Assign, Lineage, Outcome, Trajectory, TurnReply
 from services.scheduler.status import waiting_for
+from services.scheduler.steps import Steps
 from services.scheduler.tasks import TaskOrder
-from services.scheduler.turns import after_turn, check_turn, turn_row
+from services.scheduler.turns import (
+    after_turn,
+    check_turn,
+    end_route,
+    grow_route,
+    turn_row,
+    turn_sizes,
+)
 
 
 class Book:
     """See the module. Attributes are for reading."""
 
-    def __init__(self, rules: Rules, order: TaskOrder, snapshot: Snapshot, *, now: float) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        order: TaskOrder,
+        snapshot: Snapshot,
+        policy: Policy,
+        *,
+        now: float,
+        wall_offset_s: float = 0.0,
+    ) -> None:
+        """Take over where the ledger stands.
+
+        Args:
+            rules: limits and sizes.
+            order: all tasks in the order of their admission.
+            snapshot: of the ledger.
+            policy: says where trajectories run; nobody else may drive it.
+            now: loop time.
+            wall_offset_s: what to add to the loop time for the wall clock, in seconds since 1970.
+        """
         self.rules = rules
-        self.leases = Leases(rules)
+        self.leases = Leases(rules, policy, wall_offset_s=wall_offset_s)
         self.groups = Groups(rules, order, self.leases, snapshot, now=now)
-        self.lineage = Lineage.of(snapshot.meta)
-        self.step = self.lineage.begun_at
-        """Optimizer steps in the surviving history."""
-        self.attempt = 0
-        """Attempts at the next step that were skipped."""
-        self.last_metrics: dict[str, float] = json.loads(snapshot.last_metrics or "{}")
-        self._step_at = now
-        last = snapshot.last_step
-        if last is not None and last.lineage == self.lineage.number:
-            self.step = last.step - 1 if last.skipped else last.step
-            self.attempt = last.attempt + 1 if last.skipped else 0
+        self.steps = Steps(rules, self.groups, snapshot, now=now)
+        self._moves = Moves(self.leases, self.groups.counts)
 
     @property
-    def lineage_number(self) -> int:
-        """-1 until a trainer has begun one."""
-        return self.lineage.number
+    def lineage(self) -> Lineage:
+        """The history that the trainer is in."""
+        return self.steps.lineage
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps in the surviving history."""
+        return self.steps.step
+
+    @property
+    def attempt(self) -> int:
+        """Attempts at the next step that were skipped."""
+        return self.steps.attempt
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """The newest row of `metrics.jsonl`."""
+        return self.steps.last_metrics
 
     @property
     def finished(self) -> bool:
         """Whether the last step is recorded."""
-        return self.step >= self.rules.max_steps
+        return self.steps.finished
 
     @property
     def exhausted(self) -> bool:
         """Whether no batch can become complete any more."""
-        states = Counter(group.row.state for group in self.groups.alive.values())
-        return (
-            self.groups.tasks_left == 0
-            and states[GroupState.RUNNING] == 0
-            and states[GroupState.READY] < self.rules.groups_per_step
-        )
+        return self.steps.exhausted
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────
 
@@ -89,8 +110,10 @@ class Book:
     def worker_gone(self, peer: str, now: float) -> Outcome:
         """The worker's process is gone; what it held goes on elsewhere."""
         outcome = Outcome()
-        for trajectory in self.leases.fleet.remove(peer):
-            self._lose(trajectory, "worker_gone", now, outcome)
+        for route in self.leases.fleet.remove(peer):
+            trajectory = self.groups.trajectories.get(route.trajectory_id)
+            if trajectory is not None:  # An earlier loss may have dropped the whole group.
+                self._lose(trajectory, "worker_gone", now, outcome)
         return outcome
 
     def assignment_failed(self, order: Assign, reason: str, now: float, *, lost: bool) -> Outcome:
@@ -103,18 +126,14 @@ class Book:
             lost: it would be refused again, so it counts as a worker lost and not as a wait.
         """
         outcome = Outcome()
-        worker = self.leases.fleet.workers.get(order.peer)
-        if worker is not None:
-            worker.draining = True
-        trajectory = self.groups.trajectories.get(order.trajectory.trajectory_id)
-        if trajectory is None or not trajectory.running:
-            return outcome
-        if trajectory.row.lease != order.trajectory.lease:
+        self.leases.fleet.refuse(order.peer)
+        trajectory = self._still(order)
+        if trajectory is None:
             return outcome
         if lost:
             self._lose(trajectory, "refused", now, outcome, detail=reason)
             return outcome
-        self.leases.take_back(trajectory, now, outcome)
+        self.leases.take_back(trajectory, reason, now, outcome)
         outcome.tell(
             "trajectory.returned",
             trajectory_id=trajectory.row.trajectory_id,
@@ -123,10 +142,17 @@ class Book:
         )
         return outcome
 
+    def _still(self, order: Assign) -> Trajectory | None:
+        """The trajectory, if the order is its newest placement and nothing has ended it."""
+        trajectory = self.groups.trajectories.get(order.trajectory.trajectory_id)
+        if trajectory is None or not trajectory.running:
+            return None
+        return trajectory if trajectory.row.lease == order.trajectory.lease else None
+
     def expire(self, now: float) -> Outcome:
         """Take back what workers do not report or do not get on with."""
         outcome = Outcome()
-        for trajectory, reason in self.leases.expired(self.groups.trajectories.values(), now):
+        for trajectory, reason in self.leases.expired(now):
             if trajectory.running:  # An earlier loss may have dropped the whole group.
                 self._lose(trajectory, reason, now, outcome)
         return outcome
@@ -139,9 +165,11 @@ class Book:
         outcome: Outcome,
         detail: str = "",
     ) -> None:
+        if trajectory.moving_from and self._moves.roll_back(trajectory, reason, now, outcome):
+            return
         self.groups.counts[f"trajectories/lost/{reason}"] += 1
         if self.leases.lose(trajectory, detail or reason, now, outcome):
-            self.groups.end(trajectory, outcome)
+            self.groups.end(trajectory, now, outcome)
 
     def advance(self, now: float) -> Outcome:
         """Admit what may be admitted and place what can be placed."""
@@ -156,13 +184,18 @@ class Book:
         )
         for _ in range(admissible):
             self.groups.admit(now, outcome)
-        if self.leases.fleet.has_room and self.groups.any_waiting:
-            in_line = self.groups.in_line()
-            self.leases.place_waiting(in_line, self.step, self.lineage.number, now, outcome)
+        needy = self.groups.needy()
+        if needy:
+            line = self.groups.in_line()
+            outcome.add(self.leases.place_waiting(needy, line, self.step, self.lineage.number, now))
         return outcome
 
-    def turn_finished(self, peer: str, turn: TurnFinished, now: float) -> tuple[bool, Outcome]:
-        """Journal a turn; returns whether the worker goes on with the trajectory.
+    # ── turns and moves ──────────────────────────────────────────────────────────────────────
+
+    def turn_finished(self, peer: str, turn: TurnFinished, now: float) -> tuple[TurnReply, Outcome]:
+        """Journal a turn; returns whether the worker goes on with the trajectory, or a move.
+
+        A turn that is said again while its move is under way must wait for the end of the move.
 
         Raises:
             RequestRefused: `NOT_FOUND`, `STALE_FENCE` or `INVALID`.
@@ -171,27 +204,102 @@ class Book:
         if trajectory is None:
             raise RequestRefused(Refusal.NOT_FOUND, f"{turn.trajectory_id} is not wanted any more")
         row = trajectory.row
-        if turn.lease != row.lease or peer != row.worker:
-            raise RequestRefused(
-                Refusal.STALE_FENCE,
-                f"{turn.trajectory_id} has lease {row.lease} at {row.worker or 'no worker'}",
-            )
+        if peer != row.worker or turn.lease != row.lease:
+            return self._said_before(trajectory, peer, turn), Outcome()
         check_turn(turn, row)
-        outcome = Outcome()
         if turn.turn < row.turns:  # Said twice: the same answer.
-            return not row.ended, outcome
+            go_on = not (row.ended or trajectory.handed_back)
+            return TurnReply(go_on, row.lease if go_on else 0), Outcome()
         if row.ended:
             raise RequestRefused(Refusal.NOT_FOUND, f"{turn.trajectory_id} has ended")
+        return self._journal(trajectory, turn, now)
+
+    def _said_before(self, trajectory: Trajectory, peer: str, turn: TurnFinished) -> TurnReply:
+        """A turn under an older lease: from before a move that was rolled back, or stale."""
+        row = trajectory.row
+        newest = turn.turn == row.turns - 1 and turn.lease == trajectory.turn_lease
+        if newest and peer == row.worker and trajectory.running:
+            return TurnReply(go_on=True, lease=row.lease)
+        raise RequestRefused(
+            Refusal.STALE_FENCE,
+            f"{turn.trajectory_id} has lease {row.lease} at {row.worker or 'no worker'}",
+        )
+
+    def _journal(
+        self, trajectory: Trajectory, turn: TurnFinished, now: float
+    ) -> tuple[TurnReply, Outcome]:
+        outcome = Outcome()
         self.leases.adopt(trajectory, now, outcome)
-        trajectory.since = now
-        trajectory.row = after_turn(trajectory.row, turn)
+        sizes = turn_sizes(turn)
+        measure_turn(trajectory, turn, sizes, self.leases, self.groups.counts)
+        first = not trajectory.row.turns
+        trajectory.since, trajectory.turn_lease = now, turn.lease
+        trajectory.row = after_turn(trajectory.row, turn, sizes)
         outcome.rows.append(turn_row(turn))
-        if not trajectory.row.ended:
-            outcome.rows.append(trajectory.row)
-            return True, outcome
-        self.leases.fleet.learn_length(trajectory.row.context_tokens)
-        self.groups.end(trajectory, outcome)
-        return False, outcome
+        if trajectory.row.ended:
+            end_route(trajectory.route, sizes)
+            self.leases.fleet.learn_length(trajectory.row.context_tokens)
+            self.groups.end(trajectory, now, outcome)
+            return TurnReply(go_on=False), outcome
+        if first:
+            self.leases.touched[trajectory.row.group_id] = None
+        grow_route(trajectory.route, sizes, self.rules.payload_sizes)
+        self.leases.fleet.recount(trajectory.route)
+        return self._route(trajectory, now, outcome), outcome
+
+    def _route(self, trajectory: Trajectory, now: float, outcome: Outcome) -> TurnReply:
+        """A tool has returned: stay, move, or wait."""
+        row, leases = trajectory.row, self.leases
+        worker = leases.fleet.workers[row.worker]
+        if worker.heard:
+            oldest = oldest_step_allowed(self.rules, step=self.step, rank=1)
+            terms = leases.terms(oldest, self.lineage.number, now)
+            decision = leases.policy.returned(trajectory.route, leases.fleet, terms)
+        else:  # After a restart: nothing is known of it yet, nor of the others.
+            decision = Decision(row.worker, "unheard", kv_expected=trajectory.route.kv_expected)
+        if decision is None:
+            leases.hand_back(trajectory, "draining" if worker.draining else "full", now, outcome)
+            return TurnReply(go_on=False)
+        if decision.peer != row.worker:
+            group = self.groups.alive[row.group_id]
+            move = self._moves.reserve(trajectory, group, decision, now, outcome)
+            return TurnReply(go_on=False, move=move)
+        leases.expect(trajectory, decision)
+        leases.fleet.recount(trajectory.route)
+        outcome.rows.append(row)
+        leases.record(DecisionKind.STAYED, trajectory, now, outcome, decision)
+        return TurnReply(go_on=True, lease=row.lease)
+
+    def move_accepted(self, order: Assign, now: float) -> tuple[TurnReply, Outcome]:
+        """The target of a move has the trajectory; returns what its source is told."""
+        outcome = Outcome()
+        trajectory = self._still(order)
+        if trajectory is not None and trajectory.moving_from:
+            trajectory.lease_until = now + self.rules.lease_s
+            self._moves.commit(trajectory, outcome)
+        return self._end_of_move(order), outcome
+
+    def move_refused(self, order: Assign, reason: str, now: float) -> tuple[TurnReply, Outcome]:
+        """The target did not take it, or has not said so in time; returns what its source is told.
+
+        The rows must be durable before the source hears it.
+        """
+        outcome = Outcome()
+        self.leases.fleet.refuse(order.peer)
+        trajectory = self._still(order)
+        if trajectory is not None and trajectory.moving_from:
+            self._lose(trajectory, reason, now, outcome)
+        return self._end_of_move(order), outcome
+
+    def _end_of_move(self, order: Assign) -> TurnReply:
+        """Whatever has happened meanwhile: the source goes on if it is the holder again."""
+        trajectory = self.groups.trajectories.get(order.trajectory.trajectory_id)
+        if trajectory is None or not trajectory.running:
+            return TurnReply(go_on=False)
+        row = trajectory.row
+        if row.worker != order.kv_source or row.turns != order.trajectory.turns:
+            return TurnReply(go_on=False)
+        return TurnReply(go_on=True, lease=row.lease)
 
     # ── the trainer ──────────────────────────────────────────────────────────────────────────
 
@@ -204,132 +312,17 @@ class Book:
             RequestRefused: `STALE_FENCE` for another lineage or a step that is done, `INVALID`
                 for one that is not next.
         """
-        self._check_step(lineage, step)
-        outcome = Outcome()
-        taken = self.groups.in_state(GroupState.TAKEN)
-        if taken:
-            return _offer([group.row.group_id for group in taken]), outcome
-        if self.groups.failure or self.finished:
-            return _nothing(self.groups.failure, exhausted=True), outcome
-        self._drop_stale(step, outcome)
-        choice = choose_batch(self._candidates(), step=step, size=self.rules.groups_per_step)
-        if choice.chosen:
-            self.groups.take(choice.chosen, lineage, step, outcome)
-            return _offer(choice.chosen), outcome
-        if self.exhausted:
-            for group in self.groups.in_state(GroupState.READY):
-                self.groups.drop(group, "incomplete_batch", outcome)
-            return _nothing("", exhausted=True), outcome
-        return _nothing(waiting_for(self, now, choice.waits_for), exhausted=False), outcome
-
-    def _check_step(self, lineage: int, step: int) -> None:
-        if lineage != self.lineage.number:
-            raise RequestRefused(
-                Refusal.STALE_FENCE, f"lineage {lineage} is not {self.lineage.number}"
-            )
-        if step <= self.step:
-            raise RequestRefused(Refusal.STALE_FENCE, f"step {step} is done")
-        if step > self.step + 1:
-            raise RequestRefused(Refusal.INVALID, f"step {self.step + 1} comes before {step}")
-
-    def _drop_stale(self, step: int, outcome: Outcome) -> None:
-        """Drop what is too old; only a bound tightened between two starts leaves any.
-
-        Otherwise admission, placement and `choose_batch` keep every group within the bound.
-        """
-        for group in self.groups.in_line():
-            if self._last_step(group) < step:
-                outcome.warn("group.expired", group_id=group.row.group_id, step=step)
-                self.groups.drop(group, "stale", outcome)
-
-    def _last_step(self, group: Group) -> float:
-        """The last step that may train the group; inf while nothing of it has begun."""
-        return group.oldest_step + self.rules.max_staleness_steps + 1
-
-    def _candidates(self) -> list[Candidate]:
-        beyond = (self.rules.max_staleness_steps + 1) * self.rules.groups_per_step
-        return [
-            Candidate(
-                group_id=group.row.group_id,
-                last_step=self._last_step(group),
-                admission=group.row.admission,
-                ready=group.row.state == GroupState.READY,
-                blocked=group.unbegun and rank > beyond,
-            )
-            for rank, group in enumerate(self.groups.in_line(), start=1)
-        ]
+        offer, waits_for, outcome = self.steps.take_batch(lineage, step)
+        if not offer.group_ids and not offer.exhausted:
+            text = waiting_for(self, now, waits_for)
+            offer = offer.model_copy(update={"waiting_for": text})
+        return offer, outcome
 
     def step_finished(
         self, finished: StepFinished, extra: Mapping[str, float], now: float
     ) -> tuple[StepRecorded, Outcome]:
-        """Record an attempt at a step: its groups are trained, or dropped with the reason.
-
-        Args:
-            finished: what the trainer says.
-            extra: further metrics for the row.
-            now: loop time.
-
-        Raises:
-            RequestRefused: as `take_batch`; `INVALID` also for groups that were not offered.
-        """
-        outcome = Outcome()
-        attempt = (finished.step, finished.attempt)
-        if finished.lineage == self.lineage.number and attempt < (self.step + 1, self.attempt):
-            return self._recorded(), outcome  # Said twice.
-        self._check_step(finished.lineage, finished.step)
-        taken = self.groups.in_state(GroupState.TAKEN)
-        if sorted(finished.group_ids) != sorted(group.row.group_id for group in taken):
-            raise RequestRefused(Refusal.INVALID, "these are not the groups of this step")
-        if finished.skipped:
-            for group in taken:
-                self.groups.drop(group, finished.skipped, outcome)
-            self.groups.counts[f"steps/skipped/{finished.skipped}"] += 1
-            self.attempt = finished.attempt + 1
-            outcome.rows.append(_step_row(finished, ""))
-            outcome.warn("step.skipped", step=finished.step, reason=finished.skipped)
-        else:
-            self._train(taken, finished, extra, now, outcome)
-        return self._recorded(), outcome
-
-    def _train(
-        self,
-        taken: Sequence[Group],
-        finished: StepFinished,
-        extra: Mapping[str, float],
-        now: float,
-        outcome: Outcome,
-    ) -> None:
-        rows = [row for group in taken for row in group.usable]
-        passed_s = now - self._step_at
-        metrics = step_metrics(
-            finished,
-            rows,
-            self.groups.counts,
-            filtered_rewards=self.groups.filtered_rewards,
-            passed_s=passed_s,
-        )
-        metrics |= {**extra, **finished.metrics}
-        self.groups.train(taken, outcome)
-        self.groups.counts.clear()
-        self.groups.filtered_rewards.clear()
-        self.step, self.attempt, self._step_at = finished.step, 0, now
-        self.last_metrics = metrics
-        outcome.line = json.dumps(metrics)
-        outcome.rows.append(_step_row(finished, outcome.line))
-        outcome.tell(
-            "step.finished",
-            step=finished.step,
-            reward=metrics.get("reward/mean"),
-            staleness=metrics.get("staleness/max"),
-            trajectories=len(rows),
-        )
-        for warning in early_warnings(metrics, step=finished.step):
-            outcome.warn(warning.event, key=warning.key, share=round(warning.share, 3))
-
-    def _recorded(self) -> StepRecorded:
-        if self.groups.failure:
-            return StepRecorded(stop=True, reason=self.groups.failure)
-        return StepRecorded(stop=self.finished, reason="max_steps" if self.finished else "")
+        """See `Steps.step_finished`."""
+        return self.steps.step_finished(finished, extra, now)
 
     def begin_lineage(
         self,
@@ -338,64 +331,10 @@ class Book:
         later: tuple[Sequence[GroupRecord], Sequence[StepRow]],
         now: float,
     ) -> Outcome:
-        """A trainer goes on from the state after `step`; later steps are forgotten.
+        """See `Steps.begin_lineage`."""
+        return self.steps.begin_lineage(trainer, step, later, now)
 
-        Asked again by the same trainer, nothing changes. `self.lineage` is the answer.
-
-        Args:
-            trainer: its identity.
-            step: the step that its state includes.
-            later: groups and steps of the ledger after `step`.
-            now: loop time.
-
-        Raises:
-            RequestRefused: `INVALID` when the ledger has never heard of that step.
-        """
-        outcome = Outcome()
-        if trainer == self.lineage.trainer:
-            return outcome
-        taken = self.groups.in_state(GroupState.TAKEN)
-        if step == self.step + 1 and taken:
-            # It saved the step and died before it could say so. The weights include these groups.
-            self.groups.train(taken, outcome)
-            outcome.rows.append(self._untold_step(taken))
-            outcome.warn("step.recovered", step=step)
-        elif step > self.step:
-            raise RequestRefused(
-                Refusal.INVALID,
-                f"the trainer's state is of step {step}, but this run has done {self.step}; "
-                "resume with the checkpoint of this run directory",
-            )
-        else:
-            self.groups.make_ready(taken, outcome)
-            groups, steps = later
-            self.groups.recall([Group.of(record, now) for record in groups], now, outcome)
-            outcome.rows += [replace(row, forgotten=1) for row in steps]
-        self.lineage = Lineage(self.lineage.number + 1, step, trainer)
-        self.step, self.attempt, self._step_at = step, 0, now
-        outcome.rows += self.lineage.rows()
-        outcome.tell("lineage.begun", lineage=self.lineage.number, step=step, trainer=trainer)
-        return outcome
-
-    def _untold_step(self, taken: Sequence[Group]) -> StepRow:
-        ids = json.dumps([group.row.group_id for group in taken])
-        return StepRow(self.lineage.number, self.step + 1, self.attempt, "", ids, "")
-
-
-def _offer(group_ids: Sequence[str]) -> BatchOffer:
-    return BatchOffer(group_ids=list(group_ids), waiting_for="", exhausted=False)
-
-
-def _nothing(waiting_for: str, *, exhausted: bool) -> BatchOffer:
-    return BatchOffer(group_ids=[], waiting_for=waiting_for, exhausted=exhausted)
-
-
-def _step_row(finished: StepFinished, metrics: str) -> StepRow:
-    return StepRow(
-        lineage=finished.lineage,
-        step=finished.step,
-        attempt=finished.attempt,
-        skipped=finished.skipped,
-        group_ids=json.dumps(finished.group_ids),
-        metrics=metrics,
-    )
+    @property
+    def lineage_number(self) -> int:
+        """-1 until a trainer has begun one."""
+        return self.lineage.number

@@ -5,9 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.scheduler.leases import Leases
+from services.scheduler.line import Line, key_of
 from services.scheduler.records import (
+    ALIVE,
+    DecisionKind,
+    GroupRecord,
     GroupRow,
     GroupState,
+    Past,
     Snapshot,
     TaskRow,
     TaskState,
@@ -17,6 +22,7 @@ from services.scheduler.records import (
 from services.scheduler.rules import Rules
 from services.scheduler.state import Group, Outcome, Trajectory
 from services.scheduler.tasks import TaskOrder
+from services.scheduler.turns import grow_route
 
 REWARD_TOLERANCE = 1e-8
 """Rewards that differ by less are equal: dividing by such a spread makes advantages of noise."""
@@ -34,7 +40,12 @@ class Groups:
         self._order = order
         self._leases = leases
         self.alive: dict[str, Group] = {}
+        self._line = Line()
+        self._needy = Line()
+        self._by_state: dict[str, dict[str, Group]] = {state.value: {} for state in ALIVE}
         self.trajectories: dict[str, Trajectory] = {}
+        self.changes = 0
+        """Grows whenever a group is admitted or changes its state."""
         self.failure = ""
         """Why the run cannot go on, or empty."""
         self.counts: Counter[str] = Counter()
@@ -53,35 +64,79 @@ class Groups:
         self._admissions = snapshot.admissions
         self._failed_in_row = 0
         for record in snapshot.alive:
-            self._add(Group.of(record, now), now)
+            group = Group.of(record, now)
+            for trajectory in group.trajectories:
+                _recall(trajectory, snapshot.past.get(trajectory.row.trajectory_id, Past()), rules)
+            self._add(group, now)
 
     def _add(self, group: Group, now: float) -> None:
+        self.changes += 1
         self.alive[group.row.group_id] = group
+        self._by_state[group.row.state][group.row.group_id] = group
         for trajectory in group.trajectories:
             self.trajectories[trajectory.row.trajectory_id] = trajectory
-            self._leases.resume(trajectory, now)
+            if not trajectory.row.ended:
+                trajectory.route.waiting_since = now
+                self._leases.policy.begin(trajectory.route)
+                self._leases.resume(trajectory, now)
+        self._leases.touched[group.row.group_id] = None
 
     @property
     def tasks_left(self) -> int:
         """Tasks that wait for their first or next group, over all epochs."""
         return len(self._retries) + self._order.length - self._place
 
-    @property
-    def any_waiting(self) -> bool:
-        """Whether a trajectory is on no worker."""
-        waiting = TrajectoryState.WAITING
-        return any(t.row.state == waiting for t in self.trajectories.values())
+    # ── indexes ──────────────────────────────────────────────────────────────────────────────
 
-    def in_line(self) -> list[Group]:
+    def in_line(self) -> Line:
         """Living groups in the order in which they must be trained at the latest."""
-        return sorted(
-            self.alive.values(), key=lambda g: (not g.taken, g.oldest_step, g.row.admission)
-        )
+        self._settle()
+        return self._line
+
+    def needy(self) -> Line:
+        """Those of which a member is on no worker."""
+        self._settle()
+        return self._needy
 
     def in_state(self, state: GroupState) -> list[Group]:
         """Living groups of one state, in order of admission."""
-        found = [group for group in self.alive.values() if group.row.state == state]
-        return sorted(found, key=lambda group: group.row.admission)
+        return sorted(self._by_state[state.value].values(), key=lambda group: group.row.admission)
+
+    def count(self, state: GroupState) -> int:
+        """How many living groups are in one state."""
+        return len(self._by_state[state.value])
+
+    def _settle(self) -> None:
+        """Put groups that changed where they belong now."""
+        touched = self._leases.touched
+        for group_id in touched:
+            group = self.alive.get(group_id)
+            if group is None:
+                continue
+            waiting = TrajectoryState.WAITING
+            group.waiting = sum(t.row.state == waiting for t in group.trajectories)
+            key = key_of(group)
+            if key != group.key:
+                self._line.discard(group)
+                self._needy.discard(group)
+                group.key = key
+            self._line.add(group)
+            if group.waiting:
+                self._needy.add(group)
+            else:
+                self._needy.discard(group)
+        touched.clear()
+
+    def _set(self, group: Group, row: GroupRow) -> None:
+        """Give a living group another state."""
+        self.changes += 1
+        del self._by_state[group.row.state][row.group_id]
+        if row.state in self._by_state:
+            self._by_state[row.state][row.group_id] = group
+        group.row = row
+        self._leases.touched[row.group_id] = None
+
+    # ── from admission to the end ────────────────────────────────────────────────────────────
 
     def admit(self, now: float, outcome: Outcome) -> None:
         """Begin a group of the next task; those to be tried again come first."""
@@ -102,16 +157,19 @@ class Groups:
             TrajectoryRow(f"{group_id}.{number}", group_id, number, TrajectoryState.WAITING.value)
             for number in range(self._rules.group_size)
         ]
-        self._add(Group(row, [Trajectory(member, since=now) for member in members]), now)
+        self._add(Group.of(GroupRecord(row, members), now), now)
         task_row = TaskRow(epoch, task_id, TaskState.ADMITTED.value, attempt + 1)
         outcome.rows += [task_row, row, *members]
 
-    def end(self, trajectory: Trajectory, outcome: Outcome) -> None:
+    def end(self, trajectory: Trajectory, now: float, outcome: Outcome) -> None:
         """The trajectory has its result; the last one of a group closes the group."""
         row = trajectory.row
         assert row.ended
         self._leases.release(trajectory)
+        self._leases.policy.end(trajectory.route, finished=row.usable)
         outcome.rows.append(row)
+        reason = row.failure or row.stop_reason or ""
+        self._leases.record(DecisionKind.ENDED, trajectory, now, outcome, reason)
         if row.failure is not None:
             self.counts[f"rollout/failed/{row.failure}"] += 1
             outcome.warn(
@@ -136,7 +194,7 @@ class Groups:
             self.filtered_rewards += rewards
             self.drop(group, "zero_variance", outcome)
             return
-        group.row = replace(group.row, state=GroupState.READY.value)
+        self._set(group, replace(group.row, state=GroupState.READY.value))
         outcome.rows.append(group.row)
 
     def _fail(self, group: Group, outcome: Outcome) -> None:
@@ -157,9 +215,10 @@ class Groups:
         for trajectory in group.trajectories:
             if not trajectory.row.ended:
                 self._leases.release(trajectory)
+                self._leases.policy.end(trajectory.route, finished=False)
                 trajectory.row = replace(trajectory.row, state=TrajectoryState.DROPPED.value)
                 outcome.rows.append(trajectory.row)
-        group.row = replace(group.row, state=GroupState.DROPPED.value, reason=reason)
+        self._set(group, replace(group.row, state=GroupState.DROPPED.value, reason=reason))
         outcome.rows += [group.row, self._task_after_drop(group.row, reason, detail, outcome)]
         self.counts[f"groups/dropped/{reason}"] += 1
         self._forget(group)
@@ -190,14 +249,14 @@ class Groups:
         for group_id in group_ids:
             group = self.alive[group_id]
             row = replace(group.row, state=GroupState.TAKEN.value, lineage=lineage, step=step)
-            group.row = row
+            self._set(group, row)
             outcome.rows.append(row)
 
     def train(self, groups: Sequence[Group], outcome: Outcome) -> None:
         """Their step is done; they and their tasks are, too."""
         for group in groups:
             row = replace(group.row, state=GroupState.TRAINED.value)
-            group.row = row
+            self._set(group, row)
             task = TaskRow(row.epoch, row.task_id, TaskState.TRAINED.value, row.attempt + 1)
             outcome.rows += [row, task]
             self._forget(group)
@@ -205,6 +264,8 @@ class Groups:
     def _forget(self, group: Group) -> None:
         """Free the memory; the ledger has it all."""
         del self.alive[group.row.group_id]
+        self._line.discard(group)
+        self._needy.discard(group)
         self.ended_groups[group.row.state] += 1
         for trajectory in group.trajectories:
             del self.trajectories[trajectory.row.trajectory_id]
@@ -220,11 +281,21 @@ class Groups:
             outcome.rows.append(
                 TaskRow(row.epoch, row.task_id, TaskState.ADMITTED.value, row.attempt + 1)
             )
+            group.row = replace(row, state=GroupState.READY.value, lineage=-1, step=0)
+            outcome.rows.append(group.row)
             self._add(group, now)
-        self.make_ready(groups, outcome)
 
     def make_ready(self, groups: Sequence[Group], outcome: Outcome) -> None:
         """Take groups back from the step that they were offered to."""
         for group in groups:
-            group.row = replace(group.row, state=GroupState.READY.value, lineage=-1, step=0)
+            self._set(group, replace(group.row, state=GroupState.READY.value, lineage=-1, step=0))
             outcome.rows.append(group.row)
+
+
+def _recall(trajectory: Trajectory, past: Past, rules: Rules) -> None:
+    """Tell a trajectory that goes on after a restart what it has behind it."""
+    trajectory.decisions = past.decisions
+    trajectory.route.moves = past.moves
+    for turn in past.turns:
+        grow_route(trajectory.route, turn, rules.payload_sizes)
+        trajectory.turn_lease = turn.lease

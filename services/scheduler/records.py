@@ -7,7 +7,7 @@ memory; its rows stay.
 import json
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from common.weights import NO_VERSION
 
@@ -181,6 +181,63 @@ class TurnRow:
     tool_latency_s: float
     decode_s: float
     queue_s: float
+    lease: int = 0
+    """Number of the placement under which it was made."""
+    move: str = ""
+    """How the trajectory had arrived where this turn was made, as JSON of `MoveReport`; empty when
+    it was there already."""
+
+
+class DecisionKind(StrEnum):
+    """What the scheduler decided of a trajectory, or what befell it."""
+
+    PLACED = "placed"
+    """It waited, and was given to a worker."""
+    STAYED = "stayed"
+    """A tool returned, and it went on where it was."""
+    MOVED = "moved"
+    """A tool returned, and it was offered to another worker."""
+    MOVE_REFUSED = "move_refused"
+    """The other worker did not take it, so it went back to where it was."""
+    RETURNED = "returned"
+    """Its worker did not take it or handed it back; it waits."""
+    LOST = "lost"
+    """Its worker lost it; it waits, or has failed for good."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """One decision with what it was made of; written with the rows that it explains."""
+
+    TABLE: ClassVar[str] = "decisions"
+    KEY: ClassVar[tuple[str, ...]] = ("trajectory_id", "number")
+
+    trajectory_id: str
+    number: int
+    """Counts the decisions of one trajectory, from 0."""
+    at: float
+    """Wall clock, in seconds since 1970."""
+    kind: str
+    turn: int
+    """Turns journaled before it."""
+    lease: int
+    """Number of the placement from then on."""
+    source: str = ""
+    """Identity of the worker that had it, or had it last."""
+    target: str = ""
+    """Identity of the worker that has it from then on; empty when it waits or has ended."""
+    reason: str = ""
+    action_tokens: int = 0
+    """Sampled in all before it: the rest is the actual residual."""
+    context_tokens: int = 0
+    mean: float | None = None
+    """Tokens that were expected still to be sampled; null when nothing was predicted."""
+    p50: float | None = None
+    p90: float | None = None
+    options: str = ""
+    """Workers that were weighed, best first, as JSON: identity, cost and part of the move in it,
+    in seconds. Empty when none were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +260,29 @@ class StepRow:
     """1 when a resume from an earlier step left it behind."""
 
 
-Row = MetaRow | TaskRow | GroupRow | TrajectoryRow | TurnRow | StepRow
-ROW_TYPES: tuple[type[Row], ...] = (MetaRow, TaskRow, GroupRow, TrajectoryRow, TurnRow, StepRow)
+Row = MetaRow | TaskRow | GroupRow | TrajectoryRow | TurnRow | DecisionRow | StepRow
+ROW_TYPES: tuple[type[Row], ...] = (
+    MetaRow,
+    TaskRow,
+    GroupRow,
+    TrajectoryRow,
+    TurnRow,
+    DecisionRow,
+    StepRow,
+)
+
+
+class TurnSizes(NamedTuple):
+    """A journaled turn without its tokens."""
+
+    trajectory_id: str
+    prompt_tokens: int
+    action_tokens: int
+    observation_tokens: int
+    tool: str
+    tool_status: str | None
+    tool_latency_s: float
+    lease: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +294,16 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """What a trajectory that goes on has behind it."""
+
+    turns: list[TurnSizes] = field(default_factory=list[TurnSizes])
+    decisions: int = 0
+    moves: int = 0
+    """Those for balance."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What the book is built from: everything alive, and counts of what is not."""
 
@@ -224,6 +312,8 @@ class Snapshot:
     """Tasks admitted at least once, over all epochs."""
     retries: list[TaskRow] = field(default_factory=list[TaskRow])
     alive: list[GroupRecord] = field(default_factory=list[GroupRecord])
+    past: dict[str, Past] = field(default_factory=dict[str, Past])
+    """Of trajectories that go on, by id; those without a turn or decision are left out."""
     groups_trained: int = 0
     groups_dropped: int = 0
     trajectories_ended: dict[str, int] = field(default_factory=dict[str, int])

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from common.config import Config
+from services.scheduler.routing.fleet import BucketShape
+from services.scheduler.routing.outcomes import PayloadSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +20,15 @@ class Rules:
     group_usable_min: int
     filters_zero_variance: bool
     max_staleness_steps: int
-    placement: str
     placements_max: int
     attempts_max: int
     lease_s: float
     turn_timeout_s: float
     tokens_expected: int
     """Context at the end of a trajectory, before any has been seen."""
+    buckets: tuple[BucketShape, ...] = ()
+    """Shortest context range first."""
+    payload_sizes: PayloadSizes = PayloadSizes()  # noqa: RUF009  (an immutable tuple)
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -42,7 +46,6 @@ class Rules:
                 training.zero_variance == "filter" and training.baseline == "group"
             ),
             max_staleness_steps=scheduler.max_staleness_steps,
-            placement=scheduler.placement,
             placements_max=scheduler.placements_max,
             attempts_max=scheduler.attempts_max,
             lease_s=scheduler.lease_s,
@@ -50,4 +53,20 @@ class Rules:
             tokens_expected=min(
                 config.model.context_tokens, 2 * config.sampling.trajectory_tokens_max
             ),
+            buckets=bucket_shapes(config),
+            payload_sizes=PayloadSizes(scheduler.payload_small_max, scheduler.payload_medium_max),
         )
+
+
+def bucket_shapes(config: Config) -> tuple[BucketShape, ...]:
+    """The buckets as the policies see them; one without a bound takes what the model does."""
+    shapes = [
+        BucketShape(
+            bucket.name,
+            bucket.tensor_parallel,
+            bucket.context_tokens_max or config.model.context_tokens,
+            bucket.kv_tokens,
+        )
+        for bucket in config.buckets
+    ]
+    return tuple(sorted(shapes, key=lambda shape: shape.context_tokens_max))

@@ -1,6 +1,8 @@
 """The scheduler: carries messages and rows to and from the book, which decides."""
 
 import asyncio
+from collections.abc import Awaitable
+from datetime import UTC, datetime
 
 import structlog
 
@@ -34,12 +36,13 @@ from common.messages.scheduler import (
 )
 from common.service import Runtime
 from services.scheduler.book import Book
+from services.scheduler.learning import policy_of
 from services.scheduler.ledger import FileLedger, Ledger, trained_after, turns_of
 from services.scheduler.metrics import idle_metrics
 from services.scheduler.pulse import Pulse
-from services.scheduler.records import MetaRow, TurnRow
+from services.scheduler.records import MetaRow
 from services.scheduler.rules import Rules
-from services.scheduler.state import Assign, Outcome
+from services.scheduler.state import Assign, Outcome, TurnReply
 from services.scheduler.status import run_status
 from services.scheduler.tasks import TaskOrder, load_tasks, trajectory_seed
 from services.scheduler.wire import group_data, later_tokens
@@ -51,6 +54,8 @@ TICK_S = 1.0
 OFFER_WAIT_S = 1.0
 """A batch that is not complete by then is answered with what it waits for."""
 ASSIGN_TIMEOUT_S = 5.0
+MOVE_TIMEOUT_S = 2.0
+"""For the target of a move to say that it has the trajectory, while the source waits."""
 FLEET_TIMEOUT_S = 1.0
 FAREWELL_S = 10.0
 """How long a failed run waits for its trainer to ask and be told why."""
@@ -74,10 +79,17 @@ class SchedulerService:
         self._runtime = runtime
         self._config = runtime.config
         self._path = runtime.run_dir / "ledger.sqlite"
-        self._tasks = {task.task_id: task for task in load_tasks(runtime.config)}
+        self._task_rows = {task.task_id: task for task in load_tasks(runtime.config)}
         self._ledger = ledger or FileLedger(self._path, runtime.run_dir / "metrics.jsonl")
         self._membership = Membership(runtime)
+        self._tasks = asyncio.TaskGroup()
+        self._moving: dict[str, asyncio.Task[TurnReply]] = {}
+        """Moves under way, by trajectory."""
         self._changed = Pulse()
+        """Something may be placed now."""
+        self._groups_changed = Pulse()
+        """A batch may be complete now."""
+        self._changes_seen = 0
         self._history = asyncio.Lock()
         """Held where the history of steps is read and then changed."""
         self._gone: list[str] = []
@@ -98,12 +110,12 @@ class SchedulerService:
         """
         async with self._ledger:
             await self._open_book()
-            self._serve()
             self._membership.on_change(self._member_changed)
-            async with asyncio.TaskGroup() as tasks:
+            async with self._tasks as tasks:
+                self._serve()
                 loops = [
                     tasks.create_task(self._membership.run(), name="scheduler.membership"),
-                    tasks.create_task(self._work(tasks), name="scheduler.work"),
+                    tasks.create_task(self._work(), name="scheduler.work"),
                     tasks.create_task(self._watch_fleet(), name="scheduler.fleet"),
                 ]
                 await stopping.wait()
@@ -112,7 +124,7 @@ class SchedulerService:
 
     async def _open_book(self) -> None:
         training = self._config.tasks
-        order = TaskOrder(list(self._tasks), seed=self._config.run.seed, epochs=training.epochs)
+        order = TaskOrder(list(self._task_rows), seed=self._config.run.seed, epochs=training.epochs)
         snapshot = self._ledger.snapshot()
         digest = snapshot.meta.setdefault("tasks_digest", order.digest())
         if digest != order.digest():
@@ -122,7 +134,14 @@ class SchedulerService:
                 "or choose another run.name",
             )
         await self._ledger.commit([MetaRow("tasks_digest", digest)])
-        self._book = Book(Rules.of(self._config), order, snapshot, now=_now())
+        self._book = Book(
+            Rules.of(self._config),
+            order,
+            snapshot,
+            policy_of(self._config),
+            now=_now(),
+            wall_offset_s=datetime.now(UTC).timestamp() - _now(),
+        )
         log.info(
             "ledger.opened",
             step=self._book.step,
@@ -142,23 +161,30 @@ class SchedulerService:
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────
 
-    async def _commit(self, outcome: Outcome) -> None:
-        """Return when the rows, and all that were queued before them, are durable.
+    def _submit(self, outcome: Outcome) -> Awaitable[None]:
+        """Queue the rows; the result resolves when they, and all queued before, are durable.
 
-        Nothing is awaited between the change that made the outcome and this call's first line.
+        Nothing is awaited between the change that made the outcome and this.
         """
         durable = self._ledger.commit(outcome.rows, outcome.line)
         for notice in outcome.notices:
             report = log.warning if notice.warning else log.info
             report(notice.event, **notice.fields)
-        await durable
+        if self._book.groups.changes != self._changes_seen:
+            self._changes_seen = self._book.groups.changes
+            self._groups_changed.beat()
+        return durable
+
+    async def _commit(self, outcome: Outcome) -> None:
+        """Return when the rows are durable."""
+        await self._submit(outcome)
 
     def _member_changed(self, update: MemberUpdate) -> None:
         if update.gone and update.member.role == "rollout":
             self._gone.append(update.member.peer)
         self._changed.beat()
 
-    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+    async def _work(self) -> None:
         """Admit, place and expire: when something changed, and at every tick."""
         while True:
             ticket = self._changed.ticket()
@@ -166,7 +192,7 @@ class SchedulerService:
             outcome = self._next_work()
             await self._commit(outcome)
             for order in outcome.orders:
-                tasks.create_task(
+                self._tasks.create_task(
                     self._send(order), name=f"assign {order.trajectory.trajectory_id}"
                 )
             if self._book.groups.failure:
@@ -195,10 +221,8 @@ class SchedulerService:
 
     async def _send(self, order: Assign) -> None:
         """Give a worker a trajectory. Without an answer the lease decides who has it."""
-        row = order.trajectory
-        turns = await self._ledger.read(turns_of(row.trajectory_id)) if row.turns else []
         try:
-            await self._assign(order, turns)
+            await self._assign(order, timeout_s=ASSIGN_TIMEOUT_S)
         except RequestTimeout:
             return
         except RequestRefused as error:
@@ -206,11 +230,12 @@ class SchedulerService:
         except TransportError as error:
             await self._give_back(order, str(error), lost=False)
 
-    async def _assign(self, order: Assign, turns: list[TurnRow]) -> None:
+    async def _assign(self, order: Assign, *, timeout_s: float) -> None:
         member = self._membership.members.get(order.peer)
         if member is None:
             raise RequestRefused(Refusal.NOT_READY, "no member of the run, or not yet")
-        row, task = order.trajectory, self._tasks[order.group.task_id]
+        row, task = order.trajectory, self._task_rows[order.group.task_id]
+        turns = await self._ledger.read(turns_of(row.trajectory_id)) if row.turns else []
         message = AssignTrajectory(
             trajectory_id=row.trajectory_id,
             group_id=row.group_id,
@@ -223,8 +248,9 @@ class SchedulerService:
             later_tokens=later_tokens(turns),
             session_id=row.session_id,
             tool_server=row.tool_server,
+            kv_source=order.kv_source,
         )
-        await self._membership.request(member, message, timeout_s=ASSIGN_TIMEOUT_S)
+        await self._membership.request(member, message, timeout_s=timeout_s)
         log.debug(
             "trajectory.assigned",
             trajectory_id=row.trajectory_id,
@@ -247,23 +273,64 @@ class SchedulerService:
         drop, outcome = self._book.worker_reported(sender, name, report, _now())
         if outcome.rows:
             await self._commit(outcome)
-        self._changed.beat()
+        if self._book.groups.needy():
+            self._changed.beat()
         return WorkerReported(drop=drop)
 
     async def _turn_finished(self, sender: str, turn: TurnFinished) -> TurnRecorded:
         await self._ledger.room()
-        go_on, outcome = self._book.turn_finished(sender, turn, _now())
-        await self._commit(outcome)  # Also when it was said twice: the first may be on its way.
-        if not go_on:
+        while moving := self._moving.get(turn.trajectory_id):  # Said twice; the first waits, too.
+            await asyncio.wait({moving})
+            await self._ledger.room()
+        reply, outcome = self._book.turn_finished(sender, turn, _now())
+        durable = self._submit(outcome)
+        if reply.move is not None:
+            name = f"move {turn.trajectory_id}"
+            move = self._tasks.create_task(self._move(reply.move, durable), name=name)
+            self._moving[turn.trajectory_id] = move
+            reply = await asyncio.shield(move)  # It goes on when the caller gives up.
+        else:
+            await durable  # Also when it was said twice: the first may be on its way.
+        if not reply.go_on:
             self._changed.beat()
-        return TurnRecorded(go_on=go_on)
+        return TurnRecorded(go_on=reply.go_on, lease=reply.lease)
+
+    async def _move(self, order: Assign, durable: Awaitable[None]) -> TurnReply:
+        """Offer a reserved trajectory to its target; whatever comes of it, somebody has it."""
+        try:
+            await durable
+            refused = await self._offer(order)
+            await self._ledger.room()
+            if refused:
+                reply, outcome = self._book.move_refused(order, refused, _now())
+            else:
+                reply, outcome = self._book.move_accepted(order, _now())
+            durable = self._submit(outcome)
+            if outcome.rows:
+                await durable
+        finally:
+            del self._moving[order.trajectory.trajectory_id]
+        self._changed.beat()
+        return reply
+
+    async def _offer(self, order: Assign) -> str:
+        """Why the target did not take it, or empty."""
+        try:
+            await self._assign(order, timeout_s=MOVE_TIMEOUT_S)
+        except RequestRefused as error:
+            return error.refusal.value
+        except RequestTimeout:
+            return "timeout"
+        except TransportError:
+            return "unreachable"
+        return ""
 
     # ── the trainer ──────────────────────────────────────────────────────────────────────────
 
     async def _take_batch(self, _sender: str, request: TakeBatch) -> BatchOffer:
         until = _now() + OFFER_WAIT_S
         while True:
-            ticket = self._changed.ticket()
+            ticket = self._groups_changed.ticket()
             await self._ledger.room()
             offer, outcome = self._book.take_batch(request.lineage, request.step, _now())
             await self._commit(outcome)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from common.weights import NO_VERSION, step_of
 from services.scheduler.records import (
@@ -14,16 +15,39 @@ from services.scheduler.records import (
     TrajectoryRow,
     TrajectoryState,
 )
+from services.scheduler.routing.route import Route
+
+LineKey = tuple[bool, float, int]
+"""Not taken yet, step of the oldest weights, number of admission: the first is trained first."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Trajectory:
     """A trajectory of a living group. What must survive is in the row."""
 
     row: TrajectoryRow
+    route: Route
     lease_until: float = inf
     since: float = 0.0
     """When it was admitted, placed, or finished its last turn."""
+    turn_lease: int = 0
+    """Placement under which its newest turn was made: that worker's context is the journal."""
+    moving_from: str = ""
+    """Worker that waits for the end of a move, which its present worker has not accepted yet."""
+    moving_for: str = ""
+    """Why it moves."""
+    handed_back: bool = False
+    """It waits because its worker was told to stop: that it is still reported means nothing."""
+    watched: bool = False
+    """Whether its lease is being watched."""
+    came_from: str = ""
+    """Bucket of the worker that it came from to its present one."""
+    cached_tokens: int = 0
+    """Of its context, as far as its present worker has computed it."""
+    decisions: int = 0
+    """Decisions recorded so far."""
+    predicted: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """Tokens sampled, and the median of what was expected to come, at each decision."""
 
     @property
     def running(self) -> bool:
@@ -39,17 +63,28 @@ class Trajectory:
         return inf
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """A living group and its trajectories, in order."""
 
     row: GroupRow
     trajectories: list[Trajectory]
+    key: LineKey = (True, inf, 0)
+    """Its place in the line; kept by `Line`."""
+    waiting: int = 0
+    """Members that wait for a worker; kept by `Groups`."""
 
     @classmethod
     def of(cls, record: GroupRecord, now: float) -> "Group":
         """Bring a recorded group to life."""
-        return cls(record.group, [Trajectory(row, since=now) for row in record.trajectories])
+        task_id = record.group.task_id
+        return cls(
+            record.group,
+            [
+                Trajectory(row, Route(row.trajectory_id, row.group_id, task_id), since=now)
+                for row in record.trajectories
+            ],
+        )
 
     @property
     def usable(self) -> Iterator[TrajectoryRow]:
@@ -117,6 +152,19 @@ class Assign:
     peer: str
     group: GroupRow
     trajectory: TrajectoryRow
+    kv_source: str = ""
+    """Worker that held it last and may still have its KV cache. In a move it waits for the end."""
+
+
+class TurnReply(NamedTuple):
+    """What the worker that has reported a turn is told."""
+
+    go_on: bool
+    lease: int = 0
+    """Under which it goes on."""
+    move: Assign | None = None
+    """First offer it to this worker, once the rows are durable, and give the answer of
+    `move_accepted` or `move_refused` instead of this one. None: this is the answer."""
 
 
 @dataclass(frozen=True, slots=True)

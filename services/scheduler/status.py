@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 from common.messages.scheduler import RunStatus
@@ -10,7 +11,7 @@ from services.scheduler.groups import Groups
 from services.scheduler.leases import Leases
 from services.scheduler.records import GroupState, TrajectoryState
 from services.scheduler.rules import Rules
-from services.scheduler.state import Trajectory
+from services.scheduler.state import Group, Trajectory
 
 NAMED_MAX = 3
 """Trajectories that are named; enough to start looking."""
@@ -22,8 +23,12 @@ class Standing(Protocol):
     rules: Rules
     leases: Leases
     groups: Groups
-    step: int
-    last_metrics: dict[str, float]
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def last_metrics(self) -> dict[str, float]: ...
 
     @property
     def finished(self) -> bool: ...
@@ -38,25 +43,27 @@ def waiting_for(book: Standing, now: float, first: Sequence[str] = ()) -> str:
         return book.groups.failure
     if book.lineage_number < 0:
         return "the trainer, to load its state"
-    if book.groups.in_state(GroupState.TAKEN):
+    if book.groups.count(GroupState.TAKEN):
         return f"the trainer, at step {book.step + 1}"
-    ready = len(book.groups.in_state(GroupState.READY))
+    ready = book.groups.count(GroupState.READY)
     text = f"step {book.step + 1}: {ready} of {book.rules.groups_per_step} groups are ready"
-    pending = _pending(book, first)
-    running = [trajectory for trajectory in pending if trajectory.running]
-    if running:
-        named = ", ".join(_name(book, trajectory, now) for trajectory in running[:NAMED_MAX])
-        more = len(running) - NAMED_MAX
-        return f"{text}; {named}{f' and {more} more' if more > 0 else ''}"
-    if pending:
-        return f"{text}; {len(pending)} trajectories wait: {_why_unplaced(book)}"
+    groups = [book.groups.alive[group_id] for group_id in first] or list(book.groups.in_line())
+    named = list(islice((t for g in groups for t in g.trajectories if t.running), NAMED_MAX))
+    waiting = sum(group.waiting for group in groups)
+    if named:
+        more = _running(book, groups) - len(named)
+        names = ", ".join(_name(book, trajectory, now) for trajectory in named)
+        return f"{text}; {names}{f' and {more} more' if more > 0 else ''}"
+    if waiting:
+        return f"{text}; {waiting} trajectories wait: {_why_unplaced(book)}"
     return text
 
 
-def _pending(book: Standing, first: Sequence[str]) -> list[Trajectory]:
-    """Trajectories that have not ended, in line; longest without news first within a group."""
-    groups = [book.groups.alive[group_id] for group_id in first] or book.groups.in_line()
-    return [t for group in groups for t in group.trajectories if not t.row.ended]
+def _running(book: Standing, groups: Sequence[Group]) -> int:
+    """How many of these groups' trajectories are on a worker."""
+    if len(groups) == len(book.groups.alive):
+        return sum(len(worker.routes) for worker in book.leases.fleet.workers.values())
+    return sum(t.running for group in groups for t in group.trajectories)
 
 
 def _name(book: Standing, trajectory: Trajectory, now: float) -> str:
@@ -70,7 +77,7 @@ def _why_unplaced(book: Standing) -> str:
     workers = [worker for worker in book.leases.fleet.workers.values() if worker.heard]
     if not workers:
         return "no rollout worker has reported"
-    if all(len(worker.assigned) >= worker.slots for worker in workers):
+    if all(len(worker.routes) >= worker.slots for worker in workers):
         return "all slots are taken"
     usable = [
         worker

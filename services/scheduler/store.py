@@ -16,10 +16,12 @@ from common.errors import LedgerError
 from services.scheduler.records import (
     ALIVE,
     ROW_TYPES,
+    DecisionRow,
     GroupRecord,
     GroupRow,
     GroupState,
     MetaRow,
+    Past,
     Row,
     Snapshot,
     StepRow,
@@ -27,9 +29,10 @@ from services.scheduler.records import (
     TaskState,
     TrajectoryRow,
     TurnRow,
+    TurnSizes,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised with every change of a row type."""
 SCHEMA_KEY = "schema_version"
 BUSY_TIMEOUT_S = 5.0
@@ -70,6 +73,15 @@ PUT: dict[type[Row], str] = {row_type: _put_sql(row_type) for row_type in ROW_TY
 VALUES: dict[type[Row], Callable[[Any], Any]] = {
     row_type: attrgetter(*columns(row_type)) for row_type in ROW_TYPES
 }
+SIZES = (
+    "trajectory_id, length(prompt_tokens) / 4, length(action_tokens) / 4, "
+    "length(observation_tokens) / 4, tool, tool_status, tool_latency_s, lease"
+)
+"""The columns of `TurnSizes`. SQLite tells the length of a blob without reading it."""
+GOES_ON = (
+    "trajectory_id IN (SELECT t.trajectory_id FROM trajectories t JOIN groups g USING (group_id) "
+    "WHERE g.state = 'running' AND t.state IN ('waiting', 'running'))"
+)
 INDEXES = (
     "CREATE INDEX groups_by_state ON groups (state)",
     "CREATE INDEX trajectories_by_group ON trajectories (group_id, number)",
@@ -240,6 +252,31 @@ class Store:
             for group in groups
         ]
 
+    def decisions(self, trajectory_id: str) -> list[DecisionRow]:
+        """What was decided of one trajectory, in order."""
+        return self.select(DecisionRow, "WHERE trajectory_id = ? ORDER BY number", (trajectory_id,))
+
+    def sizes(self, trajectory_id: str) -> list[TurnSizes]:
+        """The journaled turns of one trajectory without their tokens, in order."""
+        sql = f"SELECT {SIZES} FROM turns WHERE trajectory_id = ? ORDER BY turn"  # noqa: S608
+        return [TurnSizes(*found) for found in self._all(sql, (trajectory_id,))]
+
+    def _past(self) -> dict[str, Past]:
+        """By trajectory that goes on."""
+        past: dict[str, Past] = {}
+        for found in self._all(f"SELECT {SIZES} FROM turns WHERE {GOES_ON} ORDER BY turn", ()):  # noqa: S608
+            sizes = TurnSizes(*found)
+            past.setdefault(sizes.trajectory_id, Past()).turns.append(sizes)
+        decided = self._all(
+            "SELECT trajectory_id, MAX(number), SUM(kind = 'moved' AND reason <> 'draining') "  # noqa: S608
+            f"- SUM(kind = 'move_refused') FROM decisions WHERE {GOES_ON} GROUP BY 1",
+            (),
+        )
+        for trajectory_id, newest, moves in decided:
+            turns = past.get(trajectory_id, Past()).turns
+            past[trajectory_id] = Past(turns, decisions=newest + 1, moves=max(0, moves))
+        return past
+
     def metrics_lines(self) -> list[str]:
         """The content of `metrics.jsonl`."""
         rows = self.select(StepRow, "WHERE skipped = '' ORDER BY lineage, step, attempt")
@@ -272,6 +309,7 @@ class Store:
             groups_trained=states[GroupState.TRAINED],
             groups_dropped=states[GroupState.DROPPED],
             trajectories_ended=dict(ended),
+            past=self._past(),
             admissions=self.count("SELECT MAX(admission) FROM groups"),
             last_step=attempts[0] if attempts else None,
             last_metrics=trained[0].metrics if trained else "",

@@ -7,9 +7,11 @@ from math import isfinite
 
 from common.errors import Refusal, RequestRefused
 from common.messages.scheduler import TrajectoryResult, TurnFinished
-from common.trajectory import FailureKind, token_count, unpack_tokens
+from common.trajectory import FailureKind, ToolStatus, token_count, unpack_tokens
 from common.weights import NO_VERSION
-from services.scheduler.records import TrajectoryRow, TrajectoryState, TurnRow
+from services.scheduler.records import TrajectoryRow, TrajectoryState, TurnRow, TurnSizes
+from services.scheduler.routing.outcomes import PayloadSizes, ToolOutcome
+from services.scheduler.routing.route import Route
 
 
 def check_turn(turn: TurnFinished, row: TrajectoryRow) -> None:
@@ -59,29 +61,88 @@ def turn_row(turn: TurnFinished) -> TurnRow:
         tool_latency_s=turn.tool_latency_s,
         decode_s=turn.decode_s,
         queue_s=turn.queue_s,
+        lease=turn.lease,
+        move="" if turn.move is None else turn.move.model_dump_json(),
     )
 
 
-def after_turn(row: TrajectoryRow, turn: TurnFinished) -> TrajectoryRow:
+def turn_sizes(turn: TurnFinished) -> TurnSizes:
+    """The same without the tokens."""
+    return TurnSizes(
+        turn.trajectory_id,
+        token_count(turn.prompt_tokens),
+        token_count(turn.action_tokens),
+        token_count(turn.observation_tokens),
+        turn.tool,
+        turn.tool_status,
+        turn.tool_latency_s,
+        turn.lease,
+    )
+
+
+def grow_route(route: Route, turn: TurnSizes, sizes: PayloadSizes) -> None:
+    """Add a turn that a tool return ended."""
+    route.prompt_tokens += turn.prompt_tokens
+    payload_tokens = turn.observation_tokens
+    outcome = ToolOutcome(
+        tool=turn.tool,
+        status=ToolStatus.OK if turn.tool_status is None else ToolStatus(turn.tool_status),
+        payload=sizes.class_of(payload_tokens),
+        payload_tokens=payload_tokens,
+        latency_s=turn.tool_latency_s,
+    )
+    route.returned(
+        outcome, action_tokens=turn.action_tokens, observation_tokens=turn.observation_tokens
+    )
+
+
+def end_route(route: Route, turn: TurnSizes) -> None:
+    """Add the last turn: no tool return, but tokens that count for all earlier ones."""
+    route.prompt_tokens += turn.prompt_tokens
+    route.action_tokens += turn.action_tokens
+    route.observation_tokens += turn.observation_tokens
+
+
+def after_turn(row: TrajectoryRow, turn: TurnFinished, sizes: TurnSizes) -> TrajectoryRow:
     """The trajectory with the turn added, and ended if the turn ends it."""
-    versions = unpack_tokens(turn.action_versions)
-    known = [row.oldest_version] if row.oldest_version != NO_VERSION else []
-    tools = Counter(row.tool_counts())
-    if turn.tool_status is not None:
-        tools[turn.tool_status.value] += 1
+    oldest, newest = _versions(turn.action_versions, row)
     grown = replace(
         row,
         session_id=turn.session_id,
         tool_server=turn.tool_server,
         turns=turn.turn + 1,
-        prompt_tokens=row.prompt_tokens + token_count(turn.prompt_tokens),
-        action_tokens=row.action_tokens + token_count(turn.action_tokens),
-        observation_tokens=row.observation_tokens + token_count(turn.observation_tokens),
-        oldest_version=min([*known, *versions], default=NO_VERSION),
-        newest_version=max([row.newest_version, *versions]),
-        tools=json.dumps(tools, sort_keys=True),
+        prompt_tokens=row.prompt_tokens + sizes.prompt_tokens,
+        action_tokens=row.action_tokens + sizes.action_tokens,
+        observation_tokens=row.observation_tokens + sizes.observation_tokens,
+        oldest_version=oldest,
+        newest_version=newest,
+        tools=_count_tool(row.tools, turn.tool_status),
     )
     return ended(grown, turn.result) if turn.result is not None else grown
+
+
+def _versions(packed: bytes, row: TrajectoryRow) -> tuple[int, int]:
+    """The oldest and newest version of any token, with those of one more turn."""
+    if not packed:
+        return row.oldest_version, row.newest_version
+    if packed == packed[:4] * (len(packed) // 4):  # Hardly any turn sees the weights change.
+        oldest = newest = int.from_bytes(packed[:4], "little", signed=True)
+    else:
+        versions = unpack_tokens(packed)
+        oldest, newest = min(versions), max(versions)
+    if row.oldest_version != NO_VERSION:
+        oldest = min(row.oldest_version, oldest)
+    return oldest, max(row.newest_version, newest)
+
+
+def _count_tool(counts: str, status: ToolStatus | None) -> str:
+    if status is None:
+        return counts
+    if counts == "{}":
+        return f'{{"{status.value}": 1}}'
+    tools = Counter[str](json.loads(counts))
+    tools[status.value] += 1
+    return json.dumps(tools, sort_keys=True)
 
 
 def ended(row: TrajectoryRow, result: TrajectoryResult) -> TrajectoryRow:

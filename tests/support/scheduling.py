@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from common.errors import RequestRefused
@@ -16,8 +17,10 @@ from common.trajectory import FailureKind, StopReason, ToolStatus, pack_logprobs
 from common.weights import version_id
 from services.scheduler.book import Book
 from services.scheduler.ledger import MemoryLedger, trained_after
+from services.scheduler.routing.baselines import LeastLoad
+from services.scheduler.routing.policy import Policy
 from services.scheduler.rules import Rules
-from services.scheduler.state import Assign, Notice, Outcome
+from services.scheduler.state import Assign, Notice, Outcome, TurnReply
 from services.scheduler.tasks import TaskOrder
 
 RULES = Rules(
@@ -29,7 +32,6 @@ RULES = Rules(
     group_usable_min=2,
     filters_zero_variance=True,
     max_staleness_steps=1,
-    placement="least_load",
     placements_max=1000,
     attempts_max=3,
     lease_s=5.0,
@@ -123,8 +125,16 @@ class SimWorker:
 class Desk:
     """The scheduler without its service: events in, rows into the ledger, orders to the workers."""
 
-    def __init__(self, rules: Rules = RULES, *, tasks: int = 20, epochs: int = 1) -> None:
+    def __init__(
+        self,
+        rules: Rules = RULES,
+        *,
+        tasks: int = 20,
+        epochs: int = 1,
+        make_policy: Callable[[], Policy] = LeastLoad,
+    ) -> None:
         self.rules = rules
+        self.make_policy = make_policy
         self.ids = [f"t{number}" for number in range(tasks)]
         self.epochs = epochs
         self.ledger = MemoryLedger()
@@ -142,7 +152,9 @@ class Desk:
     def open(self) -> None:
         """Start, or start again after a kill: all memory is gone, the ledger is there."""
         order = TaskOrder(self.ids, seed=self.rules.seed, epochs=self.epochs)
-        self.book = Book(self.rules, order, self.ledger.snapshot(), now=self.now)
+        self.book = Book(
+            self.rules, order, self.ledger.snapshot(), self.make_policy(), now=self.now
+        )
 
     def close(self) -> None:
         self.ledger.close()
@@ -176,13 +188,33 @@ class Desk:
         return drop
 
     def send_turn(self, peer: str, turn: TurnFinished) -> bool | str:
-        """Whether to go on, or the code of the refusal."""
+        """Whether to go on, or the code of the refusal. A move is carried out at once."""
         try:
-            go_on, outcome = self.book.turn_finished(peer, turn, self.now)
+            reply, outcome = self.book.turn_finished(peer, turn, self.now)
         except RequestRefused as refused:
             return refused.refusal.value
         self.carry_out(outcome)
-        return go_on
+        if reply.move is not None:
+            reply = self.move(reply.move)
+        held = self.holding(peer, turn.trajectory_id)
+        if reply.go_on and held is not None:
+            held.lease = reply.lease
+        return reply.go_on
+
+    def move(self, order: Assign) -> TurnReply:
+        """Offer the trajectory to the target; one that gets no mail has not answered in time."""
+        target = self.worker_at(order.peer)
+        if target is None or target.name in self.lost or target.slots == 0:
+            reply, outcome = self.book.move_refused(order, "silent", self.now)
+        else:
+            self._deliver(order)
+            reply, outcome = self.book.move_accepted(order, self.now)
+        self.carry_out(outcome)
+        return reply
+
+    def holding(self, peer: str, trajectory_id: str) -> Held | None:
+        worker = self.worker_at(peer)
+        return None if worker is None else worker.held.get(trajectory_id)
 
     def turn(self, name: str, trajectory_id: str, result: TrajectoryResult | None = None) -> object:
         """The worker finishes a turn with its present weights."""

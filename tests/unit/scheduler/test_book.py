@@ -436,7 +436,7 @@ def test_memory_of_finished_groups_is_freed(open_desk: Open) -> None:
         most = max(most, len(desk.book.groups.trajectories))
     assert most <= 8
     assert not desk.book.groups.alive
-    assert not any(worker.assigned for worker in desk.book.leases.fleet.workers.values())
+    assert not any(worker.routes for worker in desk.book.leases.fleet.workers.values())
 
 
 # ── the trainer ──────────────────────────────────────────────────────────────────────────────

@@ -196,12 +196,12 @@ def check(desk: Desk) -> None:
     book, rules = desk.book, desk.rules
     alive = len(book.groups.alive)
     assert book.groups.counts["groups/dropped/stale"] == 0
-    held = Counter(t for worker in book.leases.fleet.workers.values() for t in worker.assigned)
+    held = Counter(t for worker in book.leases.fleet.workers.values() for t in worker.routes)
     assert all(count == 1 for count in held.values())
     assert set(held) == {i for i, t in book.groups.trajectories.items() if t.running}
     for worker in book.leases.fleet.workers.values():
         if worker.reported_at and worker.heard:
-            assert len(worker.assigned) <= worker.slots
+            assert len(worker.routes) <= worker.slots
     trained = desk.table("SELECT COUNT(*) FROM groups WHERE state = 'trained'")[0][0]
     assert trained == book.step * rules.groups_per_step
     assert trained + alive + book.groups.ended_groups["dropped"] == book.groups._admissions
