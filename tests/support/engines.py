@@ -37,10 +37,12 @@ LOWERCASE = tuple(string.ascii_lowercase)
 class Subject:
     """One started engine; `apply` gives it a new random version each time."""
 
-    def __init__(self, kind: str, folder: Path, *, tied: bool = True) -> None:
+    def __init__(
+        self, kind: str, folder: Path, *, tied: bool = True, cores: Sequence[int] = (0,)
+    ) -> None:
         self.kind, self.folder = kind, folder
         self.path = make_tiny_model(folder / "model", tied=tied, context_tokens=CONTEXT_TOKENS)
-        self.engine = build(kind, self.path)
+        self.engine = build(kind, self.path, cores)
         self.refusal: EngineError | None = None
         self.base = load_file(self.path / "model.safetensors")
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.path)
@@ -118,6 +120,15 @@ class Subject:
         logprobs = (logits / temperature).log_softmax(-1)
         return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
+    def reference_greedy(self, version: int, context: Sequence[int], count: int) -> list[int]:
+        """The `count` likeliest tokens, one after the other, by transformers."""
+        tokens = list(context)
+        with torch.inference_mode():
+            for _ in range(count):
+                logits = self._reference(version)(torch.tensor([tokens])).logits[0, -1]
+                tokens.append(int(logits.argmax()))
+        return tokens[len(context) :]
+
     def _reference(self, version: int) -> Any:
         if version not in self._references:
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
@@ -127,8 +138,8 @@ class Subject:
         return self._references[version]
 
 
-def build(kind: str, path: Path) -> Engine:
-    """An engine of the kind, on one core."""
+def build(kind: str, path: Path, cores: Sequence[int] = (0,)) -> Engine:
+    """An engine of the kind. vLLM splits the model over the cores, one rank on each."""
     config = Config(
         run=RunConfig(name="test", max_steps=1),
         model=ModelConfig(path=str(path), context_tokens=CONTEXT_TOKENS),
@@ -137,11 +148,11 @@ def build(kind: str, path: Path) -> Engine:
         buckets=[BucketConfig(name="only")],
         tools=[ToolServerConfig(name="none", target="none")],
     )
-    bucket = BucketConfig(name="only", slots=16, kv_tokens=8192)
+    bucket = BucketConfig(name="only", slots=16, kv_tokens=8192, tensor_parallel=len(cores))
     if kind == "fake":
         return FakeEngine(
             token_s=0.001, slots=16, kv_tokens=8192, context_tokens_max=CONTEXT_TOKENS
         )
     if kind == "torch":
         return TorchEngine(config, bucket, [])
-    return VllmEngine(config, bucket, [0])
+    return VllmEngine(config, bucket, cores)
