@@ -24,6 +24,10 @@ WORKS_FORGIVEN = 0.002
 """…until that share has grown back by so much with each move: the engine may have learned it."""
 
 
+BY_CHOICE = ("", "cheaper")
+"""Reasons of recomputes that say nothing of whether a transfer would have worked."""
+
+
 class MovePath(NamedTuple):
     """The cheaper way, and what it is expected to take."""
 
@@ -105,7 +109,7 @@ class MoveCosts:
         pair.recompute.add(measure.seconds, measure.tokens)
         if pair.works < WORKS_MIN:
             pair.works += WORKS_FORGIVEN
-        elif self._kv_s(pair, measure.tokens) < measure.seconds:  # It was meant to go by KV.
+        elif measure.reason not in BY_CHOICE:
             pair.works -= WORKS_WEIGHT * pair.works
 
     def dump(self) -> list[list[Any]]:

@@ -95,6 +95,8 @@ class MoveMeasure(NamedTuple):
     tokens: int
     """Context that was moved."""
     seconds: float
+    reason: str = ""
+    """Why it was not `kv`, or empty; `cheaper` when that was the worker's own choice."""
 
 
 class Policy(Protocol):
