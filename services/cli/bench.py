@@ -49,6 +49,11 @@ class BenchReport:
         for name, value in flatten(self.figures):
             figures.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
         console.print(figures)
+        self.print_checks()
+
+    def print_checks(self) -> None:
+        """The checks for people."""
+        console = Console(highlight=False)
         checks = Table(box=None, padding=(0, 2))
         for column in ("check", "value", "limit", ""):
             checks.add_column(column)
