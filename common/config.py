@@ -115,14 +115,16 @@ class BucketConfig(Section):
     workers: Count = 1
     """Rollout worker processes."""
     tensor_parallel: Count = 1
-    """Devices (without GPUs: cores) over which vLLM splits one worker's model."""
+    """Devices (without GPUs: cores) over which vLLM splits one worker's model; its attention heads
+    and its feed-forward width must divide by it. Only vLLM can."""
     slots: Count = 32
     """Trajectories that one worker holds at once."""
     kv_tokens: Count = 32768
-    """KV-cache budget of one worker, in tokens."""
+    """KV-cache budget of one worker, in tokens; at least `model.context_tokens`."""
     context_tokens_max: CountOrZero = 0
     """The bucket is meant for trajectories that end with at most so long a context; 0 means no
-    bound. `libra` weighs costs and needs no bound; the other bucket policies route by it."""
+    bound. `libra` weighs costs and needs no bound; the other bucket policies route by it. Buckets
+    are listed by rising bound, and one must reach `model.context_tokens`."""
     cpus: list[Annotated[list[CountOrZero], Field(min_length=1)]] = []
     """Without GPUs: the cores of each worker; empty lets the launcher spread them."""
 

@@ -4,10 +4,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 
 from common.config import Config
 from common.toml_lines import KeyPath
 
+BY_RANGE = ("cmlfq", "la_mlfq", "length_aware", "mlfq")
+"""Placements that tell buckets apart by their context range alone."""
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
@@ -27,6 +31,8 @@ def combination_problems(config: Config) -> list[Problem]:
         *_groups(config),
         *_lengths(config),
         *_buckets(config),
+        *_ranges(config),
+        *_routing(config),
         *_names(config),
         *_addresses(config),
     ]
@@ -126,6 +132,68 @@ def _buckets(config: Config) -> Iterator[Problem]:
                 f'engine = "{bucket.engine}" cannot split a model over '
                 f'{bucket.tensor_parallel} devices; use engine = "vllm" or tensor_parallel = 1',
             )
+
+
+def _ranges(config: Config) -> Iterator[Problem]:
+    """Context ranges: those of longer ones follow, and one bucket takes the longest."""
+    context_key: KeyPath = ("model", "context_tokens")
+    bounds = [bucket.context_tokens_max or inf for bucket in config.buckets]
+    for index, (shorter, longer) in enumerate(pairwise(bounds), start=1):
+        if longer < shorter or longer == shorter < inf:
+            relation = "the same as that of" if longer == shorter else "below that of"
+            yield Problem(
+                (_bound(index), _bound(index - 1)),
+                f'{int(longer)} is {relation} bucket "{config.buckets[index - 1].name}" before it; '
+                "list the buckets by rising context_tokens_max, 0 (no bound) last",
+            )
+    if max(bounds) < config.model.context_tokens:
+        last = bounds.index(max(bounds))
+        yield Problem(
+            (_bound(last), context_key),
+            f"no bucket is meant for trajectories of model.context_tokens = "
+            f'{config.model.context_tokens}; set context_tokens_max of "'
+            f'{config.buckets[last].name}" to 0 (no bound) or to that',
+        )
+
+
+def _bound(index: int) -> KeyPath:
+    return ("buckets", index, "context_tokens_max")
+
+
+def _routing(config: Config) -> Iterator[Problem]:
+    scheduler = config.scheduler
+
+    def key(name: str) -> KeyPath:
+        return ("scheduler", name)
+
+    if scheduler.payload_small_max >= scheduler.payload_medium_max:
+        yield Problem(
+            (key("payload_small_max"), key("payload_medium_max")),
+            f"no tool return would be medium between {scheduler.payload_small_max} and "
+            f"scheduler.payload_medium_max = {scheduler.payload_medium_max} tokens; lower the "
+            "former or raise the latter",
+        )
+    if scheduler.kv_low >= scheduler.kv_high:
+        yield Problem(
+            (key("kv_low"), key("kv_high")),
+            f"a worker that is full at scheduler.kv_high = {scheduler.kv_high:g} must be refilled "
+            f"below that, not at {scheduler.kv_low:g}; use less than {scheduler.kv_high:g}",
+        )
+    yield from _ranges_for_placement(config)
+
+
+def _ranges_for_placement(config: Config) -> Iterator[Problem]:
+    placement, context = config.scheduler.placement, config.model.context_tokens
+    reached = {min(bucket.context_tokens_max or context, context) for bucket in config.buckets}
+    if placement not in BY_RANGE or len(reached) > 1:
+        return
+    more = "" if len(config.buckets) > 1 else "add a second [[buckets]], "
+    yield Problem(
+        (("scheduler", "placement"), _bound(0)),
+        f'"{placement}" tells buckets apart by their context range, and here all would take '
+        f"{context} tokens; {more}set buckets.0.context_tokens_max to less (about "
+        f'{max(1, context // 2)}), or use placement = "libra"',
+    )
 
 
 def _names(config: Config) -> Iterator[Problem]:

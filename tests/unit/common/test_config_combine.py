@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from common.config_combine import combination_problems
+from common.config_combine import BY_RANGE, combination_problems
 
 
 def config(**sections: dict[str, Any] | list[dict[str, Any]]) -> Config:
@@ -65,6 +65,41 @@ def test_the_defaults_go_together() -> None:
         ),
         ({"buckets": [{"name": "b"}, {"name": "b"}]}, "buckets.1.name", "another entry"),
         (
+            {"buckets": [{"name": "b", "context_tokens_max": 511}]},
+            "buckets.0.context_tokens_max",
+            "model.context_tokens = 512",
+        ),
+        (
+            {
+                "buckets": [
+                    {"name": "a", "context_tokens_max": 512},
+                    {"name": "b", "context_tokens_max": 512},
+                ]
+            },
+            "buckets.1.context_tokens_max",
+            'the same as that of bucket "a"',
+        ),
+        (
+            {"buckets": [{"name": "a"}, {"name": "b", "context_tokens_max": 99}]},
+            "buckets.1.context_tokens_max",
+            "below that of",
+        ),
+        (
+            {"scheduler": {"payload_small_max": 5000}},
+            "scheduler.payload_small_max",
+            "scheduler.payload_medium_max = 5000",
+        ),
+        ({"scheduler": {"kv_low": 0.95}}, "scheduler.kv_low", "scheduler.kv_high = 0.95"),
+        ({"scheduler": {"placement": "cmlfq"}}, "scheduler.placement", "add a second [[buckets]]"),
+        (
+            {
+                "scheduler": {"placement": "mlfq"},
+                "buckets": [{"name": "a", "context_tokens_max": 512}, {"name": "b"}],
+            },
+            "scheduler.placement",
+            "set buckets.0.context_tokens_max to less (about 256)",
+        ),
+        (
             {"tools": [{"name": "t", "target": "x"}, {"name": "t", "target": "y"}]},
             "tools.1.name",
             "another entry",
@@ -85,6 +120,21 @@ def test_an_impossible_combination_names_both_keys(
     assert ".".join(map(str, problem.keys[0])) == key
     assert words in problem.text
     assert "; " in problem.text
+
+
+@pytest.mark.parametrize("placement", [*BY_RANGE, "libra", "least_load"])
+@pytest.mark.parametrize("bounds", [(256, 0), (100, 512, 0, 0), (100, 200, 600)])
+def test_rising_context_ranges_serve_every_placement(
+    placement: str, bounds: tuple[int, ...]
+) -> None:
+    buckets = [{"name": f"b{n}", "context_tokens_max": n} for n in bounds if n]
+    buckets += [{"name": f"open{n}"} for n in range(bounds.count(0))]
+    assert not combination_problems(config(scheduler={"placement": placement}, buckets=buckets))
+
+
+def test_buckets_need_no_ranges_where_nothing_reads_them() -> None:
+    alike = [{"name": "a"}, {"name": "b", "engine": "vllm", "tensor_parallel": 2}]
+    assert not combination_problems(config(scheduler={"placement": "libra"}, buckets=alike))
 
 
 @pytest.mark.parametrize(
