@@ -17,8 +17,10 @@ from common.trajectory import FailureKind, StopReason, ToolStatus, pack_logprobs
 from common.weights import version_id
 from services.scheduler.book import Book
 from services.scheduler.ledger import MemoryLedger, trained_after
-from services.scheduler.routing.baselines import LeastLoad
-from services.scheduler.routing.policy import Policy
+from services.scheduler.routing.baselines import LeastLoad, may_stay
+from services.scheduler.routing.fleet import Fleet, Terms
+from services.scheduler.routing.policy import Decision, Policy
+from services.scheduler.routing.route import Route
 from services.scheduler.rules import Rules
 from services.scheduler.state import Assign, Notice, Outcome, TurnReply
 from services.scheduler.tasks import TaskOrder
@@ -98,6 +100,8 @@ class Held:
     lease: int
     turn: int
     version: int
+    waits: bool = False
+    """It has reported its turn, and waits for the end of a move."""
 
     def finish(
         self, trajectory_id: str, version: int, result: TrajectoryResult | None = None
@@ -121,6 +125,33 @@ class SimWorker:
     def peer(self) -> str:
         return f"run/rollout/{self.name}/{self.incarnation:04d}"
 
+    @property
+    def at_work(self) -> list[str]:
+        """What it may report a turn of."""
+        return [trajectory_id for trajectory_id, held in self.held.items() if not held.waits]
+
+
+@dataclass
+class PendingMove:
+    """A move that its target has not answered, with the turn that its source waits for."""
+
+    order: Assign
+    source: str
+    turn: TurnFinished
+
+
+class Restless(LeastLoad):
+    """Moves whatever can be moved, at most tool returns."""
+
+    def returned(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
+        elsewhere = self.place(route, fleet, terms)
+        stays = may_stay(route, fleet)
+        if elsewhere is None or elsewhere.peer == route.worker:
+            return Decision(route.worker, "stay") if stays else None
+        if stays and random.Random(f"{route.trajectory_id}/{route.turns}").random() < 0.3:
+            return Decision(route.worker, "stay")
+        return elsewhere._replace(reason="restless" if stays else "draining")
+
 
 class Desk:
     """The scheduler without its service: events in, rows into the ledger, orders to the workers."""
@@ -132,7 +163,11 @@ class Desk:
         tasks: int = 20,
         epochs: int = 1,
         make_policy: Callable[[], Policy] = LeastLoad,
+        slow_moves: bool = False,
     ) -> None:
+        self.slow_moves = slow_moves
+        """Moves stay pending until `settle`."""
+        self.pending: list[PendingMove] = []
         self.rules = rules
         self.make_policy = make_policy
         self.ids = [f"t{number}" for number in range(tasks)]
@@ -155,6 +190,9 @@ class Desk:
         self.book = Book(
             self.rules, order, self.ledger.snapshot(), self.make_policy(), now=self.now
         )
+        pending, self.pending = self.pending, []
+        for move in pending:
+            self._retry(move)
 
     def close(self) -> None:
         self.ledger.close()
@@ -188,29 +226,64 @@ class Desk:
         return drop
 
     def send_turn(self, peer: str, turn: TurnFinished) -> bool | str:
-        """Whether to go on, or the code of the refusal. A move is carried out at once."""
+        """Whether to go on, or the code of the refusal, or `moving`."""
         try:
             reply, outcome = self.book.turn_finished(peer, turn, self.now)
         except RequestRefused as refused:
             return refused.refusal.value
         self.carry_out(outcome)
         if reply.move is not None:
-            reply = self.move(reply.move)
+            move = PendingMove(reply.move, peer, turn)
+            if self.slow_moves:
+                self.pending.append(move)
+                return "moving"
+            reply = self.end_move(move, accepted=self.reachable(reply.move))
         held = self.holding(peer, turn.trajectory_id)
         if reply.go_on and held is not None:
             held.lease = reply.lease
         return reply.go_on
 
-    def move(self, order: Assign) -> TurnReply:
-        """Offer the trajectory to the target; one that gets no mail has not answered in time."""
+    def reachable(self, order: Assign) -> bool:
         target = self.worker_at(order.peer)
-        if target is None or target.name in self.lost or target.slots == 0:
-            reply, outcome = self.book.move_refused(order, "silent", self.now)
+        return target is not None and target.name not in self.lost and target.slots > 0
+
+    def end_move(self, move: PendingMove, *, accepted: bool, late: bool = False) -> TurnReply:
+        """The target accepts, refuses, or (`late`) accepts when nobody waits for it any more."""
+        if (accepted or late) and self.reachable(move.order):
+            self._deliver(move.order)
+        if accepted:
+            reply, outcome = self.book.move_accepted(move.order, self.now)
         else:
-            self._deliver(order)
-            reply, outcome = self.book.move_accepted(order, self.now)
+            reply, outcome = self.book.move_refused(move.order, "silent", self.now)
         self.carry_out(outcome)
         return reply
+
+    def settle(self, move: PendingMove, *, accepted: bool, late: bool = False) -> None:
+        """End a pending move and tell its source."""
+        self.pending.remove(move)
+        accepted = accepted and self.reachable(move.order)
+        self._tell(move, self.end_move(move, accepted=accepted, late=late))
+
+    def settle_all(self) -> None:
+        for move in list(self.pending):
+            self.settle(move, accepted=True)
+
+    def _tell(self, move: PendingMove, reply: TurnReply) -> None:
+        held = self.holding(move.source, move.turn.trajectory_id)
+        worker = self.worker_at(move.source)
+        if worker is None or held is None or not held.waits:
+            return
+        if reply.go_on:
+            worker.held[move.turn.trajectory_id] = Held(
+                reply.lease, move.turn.turn + 1, worker.version
+            )
+        else:
+            del worker.held[move.turn.trajectory_id]
+
+    def _retry(self, move: PendingMove) -> None:
+        """The scheduler died while the source waited: the turn is said again to the new one."""
+        answer = self.send_turn(move.source, move.turn)
+        self._tell(move, TurnReply(answer is True, move.turn.lease))
 
     def holding(self, peer: str, trajectory_id: str) -> Held | None:
         worker = self.worker_at(peer)
@@ -224,6 +297,8 @@ class Desk:
         answer = self.send_turn(worker.peer, turn)
         if answer is True:
             held.turn, held.version = held.turn + 1, worker.version
+        elif answer == "moving":
+            held.waits = True
         else:
             worker.held.pop(trajectory_id, None)
         return answer
@@ -295,8 +370,9 @@ class Desk:
         for name in list(self.workers):
             self.report(name)
         self.work()
+        self.settle_all()
         for name, worker in self.workers.items():
-            for trajectory_id in list(worker.held):
+            for trajectory_id in worker.at_work:
                 if pick.random() < 0.6:
                     continue
                 result = None
