@@ -29,7 +29,7 @@ ASSIGN_TIMEOUT_S = 2.0
 
 def moving_config(**sampling: int) -> Config:
     """Two workers in one bucket."""
-    config = rollout_config(**sampling)
+    config = rollout_config("tags", **sampling)
     return config.model_copy(
         update={
             "buckets": [BucketConfig(name="short", workers=2, slots=4)],
