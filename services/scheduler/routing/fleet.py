@@ -146,10 +146,12 @@ class Fleet:
 
     def _count(self, route: Route, worker: Worker) -> None:
         context = route.prompt_tokens + route.action_tokens + route.observation_tokens
-        route.kv_expected = max(route.kv_expected, context)
+        expected = route.kv_expected
+        if expected < context:  # Not by `max`: this runs twice for every tool return.
+            route.kv_expected = expected = context
         worker.context_tokens += context - route.context_counted
-        worker.kv_expected += route.kv_expected - route.kv_counted
-        route.context_counted, route.kv_counted = context, route.kv_expected
+        worker.kv_expected += expected - route.kv_counted
+        route.context_counted, route.kv_counted = context, expected
         self.changed[worker.peer] = worker
 
     def remove(self, peer: str) -> list[Route]:

@@ -12,6 +12,7 @@ suffered. No clock, no I/O; equal inputs give equal decisions.
 """
 
 import json
+from operator import itemgetter
 from typing import NamedTuple
 
 from services.scheduler.routing.fleet import Fleet, Terms
@@ -48,6 +49,10 @@ MEAN_WEIGHT = 0.02
 """Of the newest in the running means of tokens, prompts and observations."""
 HABIT_TOKENS = 200.0
 """A trajectory's own observations per sampled token count fully beyond so many sampled."""
+
+
+COST = itemgetter(1)
+"""Of an option. Sorting is stable: at equal cost it stays, or takes the first bucket."""
 
 
 class Need(NamedTuple):
@@ -127,19 +132,20 @@ class Libra:
         if here is None or here.worker.draining or here.worker.slots == 0:
             decision = self._place(route, need, residual, terms)
             return None if decision is None else decision._replace(reason="draining")
-        stay = Option(here.peer, self._stay_s(need, here), 0.0)
+        stay = Option(here.peer, need.tokens * self._token_s(need, here, joins=False), 0.0)
         if route.moves >= self._params.moves_max:
             return Decision(here.peer, "moves", residual, (stay,), need.end)
+        enough_s = stay.cost_s * (1 - self._params.move_saving_min)
         options = [stay]
         for bucket in self._standings.buckets:
             there = bucket.best(terms, here)
             if there is not None:
-                options.append(self._weigh_move(need, here, there))
-        best = min(options, key=_cost)
-        options.sort(key=_cost)
+                options.append(self._weigh_move(need, here, there, enough_s))
+        options.sort(key=COST)
+        best = options[0]
         if best is stay:
             return Decision(here.peer, "best", residual, tuple(options), need.end)
-        if best.cost_s > stay.cost_s * (1 - self._params.move_saving_min):
+        if best.cost_s > enough_s:
             return Decision(here.peer, "margin", residual, tuple(options), need.end)
         return Decision(best.peer, "cheaper", residual, tuple(options), need.end)
 
@@ -152,7 +158,7 @@ class Libra:
                 options.append(self._weigh(need, there, shared=False))
         if not options:
             return self._place_old(route, need, residual, terms)
-        options.sort(key=_cost)
+        options.sort(key=COST)
         peer = options[0].peer
         _, alive = self._homes.get(route.group_id, ("", 0))
         if alive:
@@ -204,16 +210,16 @@ class Libra:
         longer = min(tokens / self._tokens_mean, URGENCY_LONGEST)
         return Need(tokens, context, (context + end) / 2, int(end), end_high, 1 + URGENCY * longer)
 
-    def _stay_s(self, need: Need, here: Standing) -> float:
-        return need.tokens * self._token_s(need, here, joins=False)
-
-    def _weigh_move(self, need: Need, here: Standing, there: Standing) -> Option:
+    def _weigh_move(self, need: Need, here: Standing, there: Standing, enough_s: float) -> Option:
+        """What it costs to go there. Where that is too much without the move, it is left out."""
+        run_s = need.tokens * self._token_s(need, there, joins=True)
+        if run_s > enough_s:
+            return Option(there.peer, run_s, 0.0)
         prefill_s = there.bucket.time.prefill_token_s
         move = self._moves.cheaper(here.bucket.name, there.bucket.name, need.context, prefill_s)
         move_s = move.seconds * need.urgency
         if move.path == "recompute":
             move_s += move.seconds * there.running
-        run_s = need.tokens * self._token_s(need, there, joins=True)
         return Option(there.peer, run_s + move_s, move_s)
 
     def _weigh(self, need: Need, there: Standing, *, shared: bool) -> Option:
@@ -227,21 +233,24 @@ class Libra:
 
     def _token_s(self, need: Need, standing: Standing, *, joins: bool) -> float:
         """Seconds that one of its tokens costs there, itself and all others together."""
-        time, running, spoken = standing.bucket.time, standing.running, standing.spoken
-        own = (time.per_request_s + time.per_kv_token_s * need.held) * standing.slower
-        step_s = standing.step_s
+        _, context, held, end, end_high, urgency = need
+        fixed_s, per_request_s, per_kv_token_s, _ = standing.bucket.time
+        slower, step_s, spoken = standing.slower, standing.step_s, standing.spoken
+        running, brim = standing.running, PRESSED_FROM * standing.kv_tokens
+        own = (per_request_s + per_kv_token_s * held) * slower
         if joins:
             step_s += own
-            spoken += need.context + GROWTH_SHARE * (need.end - need.context)
+            spoken += context + GROWTH_SHARE * (end - context)
             # The mean will do while there is room; near the brim the bad case counts.
-            if spoken > PRESSED_FROM * standing.kv_tokens:
-                spoken += GROWTH_SHARE * (need.end_high - need.end)
+            if spoken > brim:
+                spoken += GROWTH_SHARE * (end_high - end)
         else:
             running -= standing.bucket.duty
-        feedback = min(step_s / (time.fixed_s * standing.slower), FEEDBACK_MAX)
-        cost_s = need.urgency * step_s + running * own * feedback
-        pressed = spoken / standing.kv_tokens - PRESSED_FROM
-        if pressed > 0:
+        feedback = step_s / (fixed_s * slower)
+        feedback = min(feedback, FEEDBACK_MAX)
+        cost_s = urgency * step_s + running * own * feedback
+        if spoken > brim:
+            pressed = (spoken - brim) / standing.kv_tokens
             cost_s *= 1 + PRESSED_BY * pressed * pressed
         return cost_s
 
@@ -266,7 +275,3 @@ class Libra:
         self._moves.load(learned["moves"])
         self._tokens_mean, self._prompt_mean, self._observed_mean = learned["means"]
         self._predictor.load(rest)
-
-
-def _cost(option: Option) -> tuple[float, str]:
-    return option.cost_s, option.peer

@@ -22,9 +22,14 @@ OUTLIER = 4.0
 """A turn counts as at most so many times slower, or faster, than expected."""
 TRUSTED_TURNS = 16
 """Before so many turns nothing counts as an outlier."""
+SETTLED_TURNS = 256
+"""From so many turns of a bucket on, one in four is enough…"""
+SCATTER = 0x9E3779B1
+SAMPLE_MASK = 0x3000_0000
+"""…picked by a multiplicative hash, lest workers that take turns be never seen."""
 SCALE_WEIGHT = 0.05
 """Of the newest turn in the ratio of the measured to the guessed, over all buckets."""
-PEER_WEIGHT = 0.03
+PEER_WEIGHT = 0.05
 """Of the newest turn in the factor by which a worker is slower than its bucket."""
 SWEEPS = 12
 """Of the solver; three unknowns that are nearly right already need few."""
@@ -169,6 +174,7 @@ class Speeds:
         self._scale = 1.0
         """Measured by guessed, over all buckets: what a bucket without turns is taken to be."""
         self._turns = 0
+        self._seen = 0
         self.slower: dict[str, float] = {}
         """By peer: its step time by that of its bucket."""
         self.revision = 0
@@ -198,6 +204,9 @@ class Speeds:
         """Learn from one turn. Turns that do not say enough are passed over."""
         speed = self._buckets.get(measure.bucket)
         if speed is None:
+            return
+        self._seen += 1
+        if speed.turns >= SETTLED_TURNS and self._seen * SCATTER & SAMPLE_MASK:
             return
         if measure.prefill_tokens >= PREFILL_TOKENS_MIN and measure.queue_s > 0:
             speed.prefilled(measure.queue_s / measure.prefill_tokens)

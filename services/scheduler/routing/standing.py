@@ -7,6 +7,7 @@ call and costs less than keeping a heap.
 
 from math import inf
 
+from common.weights import NO_VERSION, lineage_of, step_of
 from services.scheduler.routing.fleet import Fleet, Terms, Worker
 from services.scheduler.routing.params import RoutingParams
 from services.scheduler.routing.speeds import Speeds, StepTime
@@ -32,13 +33,16 @@ class Standing:
         "bucket",
         "closed",
         "kv_tokens",
+        "lineage",
         "peer",
         "position",
         "running",
         "share",
         "slower",
         "spoken",
+        "step",
         "step_s",
+        "version",
         "worker",
     )
 
@@ -59,6 +63,17 @@ class Standing:
         self.kv_tokens = 1
         self.share = 0.0
         """`spoken` by all."""
+        self.version = NO_VERSION
+        self.lineage = self.step = -1
+        """Of its weights."""
+
+    def fulfils(self, terms: Terms) -> bool:
+        """What `Worker.takes` asks beyond what its score says already: news and weights."""
+        return (
+            self.worker.reported_at >= terms.heard_since
+            and self.lineage == terms.lineage
+            and self.step >= terms.oldest_step
+        )
 
 
 class BucketStanding:
@@ -83,14 +98,13 @@ class BucketStanding:
         if score == inf:
             return None
         found = self.workers[scores.index(score)]
-        if found is not besides and found.worker.takes(terms):
+        if found is not besides and found.fulfils(terms):
             return found
-        ranked = sorted(zip(scores, range(len(scores)), strict=True))
-        for score, position in ranked:
+        for score, position in sorted(zip(scores, range(len(scores)), strict=True)):
             found = self.workers[position]
             if score == inf:
                 return None
-            if found is not besides and found.worker.takes(terms):
+            if found is not besides and found.fulfils(terms):
                 return found
         return None
 
@@ -179,6 +193,10 @@ class Standings:
         standing.step_s = step_s = (
             time.fixed_s + time.per_request_s * running + time.per_kv_token_s * duty * context
         ) * standing.slower
+        version = worker.version
+        if version != standing.version:
+            standing.version = version
+            standing.lineage, standing.step = lineage_of(version), step_of(version)
         standing.kv_tokens = kv_tokens = worker.kv_tokens or 1
         standing.spoken = spoken = context + GROWTH_SHARE * (worker.kv_expected - context)
         standing.share = share = spoken / kv_tokens

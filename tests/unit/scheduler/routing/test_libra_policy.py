@@ -152,7 +152,7 @@ def test_an_empty_worker_takes_even_what_will_not_fit() -> None:
 
 
 def test_long_ones_avoid_the_worker_that_they_would_fill() -> None:
-    buckets = (BucketShape("small", 2, 0, 12_000), BucketShape("roomy", 2, 0, 100_000))
+    buckets = (BucketShape("small", 2, 0, 7_000), BucketShape("roomy", 2, 0, 100_000))
     policy = libra(ToldPredictor(default=10_000))
     fleet = fleet_of({"small": 1, "roomy": 1}, buckets=buckets)
     assert placed(policy, fleet, "t").worker == "roomy-0"

@@ -63,7 +63,7 @@ def test_a_lasting_change_is_followed() -> None:
     speeds = speeds_after(500)
     twice = StepTime(*(2 * part for part in TRUE))
     rng = random.Random(1)
-    for _ in range(1500):
+    for _ in range(6000):
         running = rng.randint(1, 40)
         kv = running * rng.randint(200, 4000)
         speeds.turn_measured(measure(running, kv, twice.step_s(running, kv)))
@@ -73,7 +73,7 @@ def test_a_lasting_change_is_followed() -> None:
 
 def test_a_slow_worker_is_told_from_its_bucket() -> None:
     speeds = speeds_after(300)
-    for number in range(400):
+    for number in range(1200):
         peer, factor = ("slow", 1.7) if number % 8 == 0 else (f"w{number % 8}", 1.0)
         step_s = factor * TRUE.step_s(20, 40_000)
         speeds.turn_measured(measure(20, 40_000, step_s, peer=peer))
