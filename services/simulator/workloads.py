@@ -1,0 +1,246 @@
+"""Workloads: which trajectories there are, fixed by a seed before anything is scheduled.
+
+A group depends on the seed, its index and its step alone, so every policy meets the same ones.
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from common.trajectory import ToolStatus
+from services.simulator import traces as recorded_traces
+from services.simulator.latency import RECORDED
+from services.simulator.traces import TraceTrajectory, TraceTurn
+from services.simulator.workload_presets import (
+    PAPER_LIKE,
+    PRESETS,
+    Dial,
+    Observation,
+    Preset,
+    ToolModel,
+)
+
+
+class Workload(Protocol):
+    """Where trajectories come from."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Trajectories of one group."""
+        ...
+
+    def group(self, index: int, step: int) -> Sequence[TraceTrajectory]:
+        """The trajectories of the group at that place of the order, at that step of training."""
+        ...
+
+
+def make_workload(
+    name: str,
+    *,
+    seed: int = 0,
+    trace: str = "",
+    strength: float | None = None,
+    scale: float = 1.0,
+) -> Workload:
+    """A workload by name: a preset's, or `trace` (with a file), or `trace:FILE`.
+
+    Args:
+        name: `search-r1`, `dapo`, `dapo-shrink`, `r2e`, `trace` or `trace:FILE`.
+        seed: Of everything that is drawn.
+        trace: File of recorded trajectories, for `trace`.
+        strength: Outcome strength of a preset; its published-like value if None.
+        scale: Factor on output and observation tokens.
+
+    Raises:
+        KeyError: there is no such preset.
+    """
+    kind, _, path = name.partition(":")
+    if kind == "trace":
+        return ReplayedWorkload(
+            recorded_traces.read_traces(Path(path or trace)), seed=seed, scale=scale
+        )
+    return ParametricWorkload(
+        PRESETS[name], seed=seed, strength=PAPER_LIKE if strength is None else strength, scale=scale
+    )
+
+
+class ReplayedWorkload:
+    """Recorded trajectories, group by group in an order that the seed decides, again and again.
+
+    Groups have the size of the largest recorded one (16 at most), so that a step trains equally
+    many from each; smaller ones are filled up from their own members in turn. Where no time of a
+    tool was recorded, one is drawn.
+    """
+
+    def __init__(self, traces: Sequence[TraceTrajectory], *, seed: int, scale: float = 1.0) -> None:
+        assert traces, "a trace without trajectories"
+        groups: dict[str, list[TraceTrajectory]] = {}
+        for trajectory in traces:
+            groups.setdefault(trajectory.group_id, []).append(trajectory)
+        self.name = "trace"
+        self.group_size = min(16, max(len(members) for members in groups.values()))
+        self._groups = list(groups.values())
+        self._seed = seed
+        self._scale = scale
+        self._orders: dict[int, list[int]] = {}
+
+    def group(self, index: int, step: int) -> list[TraceTrajectory]:
+        """Recorded lengths do not drift: the step changes nothing."""
+        del step
+        epoch, place = divmod(index, len(self._groups))
+        if epoch not in self._orders:
+            order = list(range(len(self._groups)))
+            Random(f"{self._seed}/order/{epoch}").shuffle(order)
+            self._orders[epoch] = order
+        members = self._groups[self._orders[epoch][place]]
+        random = Random(f"{self._seed}/group/{index}")
+        return [
+            self._scaled(members[number % len(members)], f"g{index}", number, random)
+            for number in range(self.group_size)
+        ]
+
+    def _scaled(
+        self, recorded: TraceTrajectory, group_id: str, number: int, random: Random
+    ) -> TraceTrajectory:
+        turns = tuple(
+            replace(
+                turn,
+                output_tokens=max(1, round(turn.output_tokens * self._scale)),
+                observation_tokens=round(turn.observation_tokens * self._scale),
+                latency_s=RECORDED.draw_s(random) if turn.latency_s is None else turn.latency_s,
+            )
+            for turn in recorded.turns
+        )
+        return replace(
+            recorded, trajectory_id=f"{group_id}.{number}", group_id=group_id, turns=turns
+        )
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What the siblings of a group have in common."""
+
+    tokens: int
+    difficulty: float
+    log_output: float
+    """Mean of log output per turn."""
+
+
+class ParametricWorkload:
+    """Trajectories drawn from a preset."""
+
+    def __init__(
+        self, preset: Preset, *, seed: int, strength: float = PAPER_LIKE, scale: float = 1.0
+    ) -> None:
+        self.name = preset.name
+        self.group_size = preset.group_size
+        self._preset = preset
+        self._dial: Dial = preset.dial(strength)
+        self._seed = seed
+        self._scale = scale
+        self._shares_ok = list(accumulate(tool.share_ok for tool in preset.tools))
+        self._shares_bad = list(accumulate(tool.share_bad for tool in preset.tools))
+
+    def group(self, index: int, step: int) -> list[TraceTrajectory]:
+        """Siblings share the prompt, its difficulty and its length."""
+        preset, dial = self._preset, self._dial
+        random = Random(f"{self._seed}/{preset.name}/{index}")
+        difficulty = random.gauss(0.0, 1.0)
+        shift = dial.log_growth * preset.drift.share(step) + math.log(self._scale)
+        prompt = _Prompt(
+            tokens=_tokens(preset.prompt, random, 1.0),
+            difficulty=difficulty,
+            log_output=dial.log_mean + shift + dial.group_sd * difficulty,
+        )
+        return [
+            self._trajectory(f"g{index}", number, prompt, random)
+            for number in range(self.group_size)
+        ]
+
+    def _trajectory(
+        self, group_id: str, number: int, prompt: _Prompt, random: Random
+    ) -> TraceTrajectory:
+        preset = self._preset
+        log_output = prompt.log_output + random.gauss(0.0, preset.sample_sd)
+        turns: list[TraceTurn] = []
+        context, bad = prompt.tokens, None
+        while True:
+            output = random.lognormvariate(log_output + self._lengthened(bad=bad), preset.turn_sd)
+            left = preset.context_tokens_max - context
+            sampled = max(1, min(int(output), left))
+            context += sampled
+            over = len(turns) + 1 == preset.turns_max or sampled == left
+            if over or random.random() < self._stops(bad=bad):
+                turns.append(TraceTurn(sampled, "", None, 0, None))
+                break
+            bad = random.random() < self._goes_wrong(prompt.difficulty, bad=bad)
+            turn = self._called(sampled, random, bad=bad)
+            context += turn.observation_tokens
+            if context >= preset.context_tokens_max:
+                turns.append(TraceTurn(sampled, "", None, 0, None))
+                break
+            turns.append(turn)
+        return TraceTrajectory(f"{group_id}.{number}", group_id, prompt.tokens, tuple(turns))
+
+    def _lengthened(self, *, bad: bool | None) -> float:
+        """Effect of the last outcome on log output per turn."""
+        if bad is None:
+            return 0.0
+        return self._dial.effect * self._preset.effects.length * (0.75 if bad else -0.25)
+
+    def _stops(self, *, bad: bool | None) -> float:
+        """P(the turn calls no tool)."""
+        if bad is None:
+            return self._preset.stop_first
+        effect = self._dial.effect * self._preset.effects.hazard
+        return _moved(self._preset.stop, -0.75 * effect if bad else 0.25 * effect)
+
+    def _goes_wrong(self, difficulty: float, *, bad: bool | None) -> float:
+        """P(the call does not go well): trouble clusters, and some prompts are harder."""
+        preset, effect = self._preset, self._dial.effect
+        harder = preset.effects.difficulty * effect * difficulty
+        cluster = preset.effects.cluster * effect
+        if bad is None:
+            return _moved(preset.bad_first, harder)
+        if bad:
+            return _moved(preset.bad_after_bad, harder + cluster)
+        return _moved(preset.bad_after_ok, harder - cluster)
+
+    def _called(self, sampled: int, random: Random, *, bad: bool) -> TraceTurn:
+        """One call, and what came back."""
+        tool = self._tool(random, bad=bad)
+        status = ToolStatus.OK
+        if bad:
+            kinds, weights = zip(*self._preset.bad_statuses, strict=True)
+            (status,) = random.choices(kinds, weights)
+        tokens = _tokens(tool.bad if bad else tool.ok, random, self._scale)
+        timed_out = status is ToolStatus.TIMEOUT
+        latency_s = tool.latency.timeout_s if timed_out else tool.latency.draw_s(random)
+        return TraceTurn(sampled, tool.name, status, tokens, latency_s)
+
+    def _tool(self, random: Random, *, bad: bool) -> ToolModel:
+        shares = self._shares_bad if bad else self._shares_ok
+        return self._preset.tools[min(bisect(shares, random.random()), len(shares) - 1)]
+
+
+def _tokens(law: Observation, random: Random, scale: float) -> int:
+    drawn = random.lognormvariate(law.log_mean, law.log_sd) * scale
+    return max(1, min(int(drawn), int(law.tokens_max * max(scale, 1.0))))
+
+
+def _moved(probability: float, log_odds: float) -> float:
+    """A probability moved in log-odds; 0 and 1 stay."""
+    if not 0.0 < probability < 1.0:
+        return probability
+    odds = probability / (1.0 - probability) * math.exp(log_odds)
+    return odds / (1.0 + odds)
