@@ -1,0 +1,330 @@
+"""How many tokens a trajectory will still sample: the residual predictor.
+
+It learns from finished trajectories only, and everything learned is a sum, or a sample, over
+their rows (`features`): a ridge regression of log(1 + remaining) on the trajectory's own past,
+then what its siblings left unexplained (`siblings`), then how errors spread (`spread`). The last
+two are measured anew on the newest rows each time the regression is solved. Unfinished
+trajectories are censored observations: while they are many beside the finished ones, which are
+the short ones then, each counts as what it has sampled plus what is expected of it.
+"""
+
+from collections.abc import Iterable
+from math import expm1, log1p
+from typing import Any
+
+import numpy as np
+
+from services.scheduler.predictor.features import (
+    COLUMNS,
+    NUMBERS,
+    TURN_MAX,
+    Point,
+    Progress,
+    ToolCells,
+    start_point,
+)
+from services.scheduler.predictor.regression import Sums
+from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen
+from services.scheduler.predictor.siblings import Siblings, fit, signals
+from services.scheduler.predictor.spread import Spread
+from services.scheduler.predictor.state import State, encode
+from services.scheduler.routing.route import Residual, Route
+
+Array = np.ndarray[Any, Any]
+
+HALF_LIFE = 300.0
+"""Ticks of the clock, one per finished trajectory, after which a row counts half."""
+ROWS_MAX = 16_384
+"""About 2,000 trajectories of 8 turns, 2 MB: siblings are remembered for so long."""
+_FIT_ROWS = 2048
+_SPREAD_ROWS = 1024
+"""Newest rows that second moments and spread are measured on."""
+_SOLVE_ROWS_MIN = 4
+_SOLVE_ROWS_MAX = 512
+_SOLVE_SHARE = 8
+"""Weights are solved anew when an eighth of the rows is new, or 512 are."""
+_GUESSED_SHARE = 0.05
+"""Unfinished trajectories count in while they have this share of the rows."""
+_GUESSED_ROWS_MAX = 1024
+_LOG_REMAINING_MAX = 14.0
+_LIVE_TRUST = 0.5
+"""Of an unfinished sibling's residual beside a finished one's."""
+
+
+class _Live:
+    """A trajectory that has not ended."""
+
+    __slots__ = ("locations", "log_sampled", "points", "progress", "seen", "siblings", "version")
+
+    def __init__(self, progress: Progress, siblings: Siblings) -> None:
+        self.progress = progress
+        self.siblings = siblings
+        self.points: list[Point] = []
+        self.seen: list[Seen] = []
+        self.log_sampled = 0.0
+        self.locations: list[float] = []
+        """By the regression alone, as of when each point came, or later."""
+        self.version = -1
+        """Of the weights behind the last location."""
+
+
+class ResidualPredictor:
+    """Implements `Predictor`.
+
+    Age is counted by `clock`, which ticks with each trajectory that is learned. Where several
+    predictors share the work, whoever drives them sets `clock` before each `end`, so that all
+    count the same; then their merged sums are those of one that saw everything.
+    """
+
+    def __init__(self, *, half_life: float = HALF_LIFE, rows_max: int = ROWS_MAX) -> None:
+        self.clock = 0.0
+        self._sums = Sums(half_life)
+        self._ring = Ring(rows_max)
+        self._pending = Rows()
+        self._tools = ToolCells()
+        self._live: dict[str, _Live] = {}
+        self._siblings: dict[str, Siblings] = {}
+        self._numbered = 0
+        self._points_since_solve = 0
+        self._weights: list[float] = [0.0] * COLUMNS
+        self._version = 0
+        self._counts: list[float] = [0.0] * COLUMNS
+        self._trust = fit(self._ring, np.zeros(0), 0)
+        self._spread = Spread(np.zeros(0))
+        self._start_spread = self._spread
+
+    def begin(self, route: Route) -> None:
+        """A trajectory was admitted, or is back with its past turns."""
+        task = route.task_id or route.group_id
+        siblings = self._family(task)
+        live = _Live(Progress(self._tools), siblings)
+        self._live[route.trajectory_id] = live
+        siblings.live += 1
+        self._note(live, start_point())
+        for turn in range(route.turns):
+            self._advance(live, route, turn)
+
+    def returned(self, route: Route) -> None:
+        """It has one outcome more."""
+        live = self._live.get(route.trajectory_id)
+        if live is None:
+            self.begin(route)
+            return
+        for turn in range(len(live.points) - 1, route.turns):
+            self._advance(live, route, turn)
+        if self._points_since_solve >= self._solve_after():
+            self.settle()
+
+    def predict(self, route: Route, *, tokens_since_return: int = 0) -> Residual:
+        """Tokens still to come."""
+        live = self._live.get(route.trajectory_id)
+        if live is None or len(live.points) != route.turns + 1:
+            live = self._stranger(route)
+        point = live.points[-1]
+        location = self._location(live, point)
+        spread = self._spread if point.turn else self._start_spread
+        evidence = self._counts[point.cells[1]] if point.turn else self._counts[NUMBERS]
+        if tokens_since_return > 0:
+            return spread.residual_after(location, tokens_since_return, evidence)
+        return spread.residual(location, evidence)
+
+    def distribution(self, route: Route, *, tokens_since_return: int = 0) -> list[float]:
+        """Equally likely numbers of tokens still to come, ascending."""
+        live = self._live.get(route.trajectory_id)
+        if live is None or len(live.points) != route.turns + 1:
+            live = self._stranger(route)
+        point = live.points[-1]
+        spread = self._spread if point.turn else self._start_spread
+        return spread.remaining_after(self._location(live, point), tokens_since_return)
+
+    def end(self, route: Route, *, finished: bool) -> None:
+        """It ended; learn from it if it finished by itself."""
+        known = self._live.pop(route.trajectory_id, None)
+        live = known
+        if live is None or len(live.points) != route.turns + 1:
+            live = self._stranger(route)
+        siblings = live.siblings
+        if known:
+            siblings.live -= 1
+            siblings.log_sum -= live.log_sampled
+        total = route.action_tokens
+        points = live.points
+        while points and points[-1].sampled >= total:
+            points.pop()
+        if finished and points:
+            self._learn(route, live, total)
+        elif not siblings.finished and not siblings.live:
+            self._siblings.pop(route.task_id or route.group_id, None)
+
+    def _learn(self, route: Route, live: _Live, total: int) -> None:
+        task = route.task_id or route.group_id
+        siblings = self._siblings.setdefault(task, live.siblings)
+        ring, pending, points = self._ring, self._pending, live.points
+        rows = len(points)
+        self.clock += 1.0
+        kept, gone = ring.keep(task, rows, self.clock)
+        place = kept.start
+        for point, seen, location in zip(points, live.seen, live.locations, strict=False):
+            remaining = log1p(total - point.sampled)
+            pending.append(point, seen, remaining - point.base, self.clock, siblings.number)
+            ring.residuals[place % ring.rows_max] = remaining - location
+            ring.turn_cells[place % ring.rows_max] = point.cells[0] - NUMBERS
+            place += 1
+        for old in gone:
+            self._forget(old)
+        siblings.add(kept, ring)
+        self._points_since_solve += 1
+        if self._points_since_solve >= self._solve_after():
+            self.settle()
+
+    def _forget(self, kept: Kept) -> None:
+        siblings = self._siblings.get(kept.task)
+        if siblings is None:
+            return
+        siblings.forget(kept)
+        if not siblings.finished and not siblings.live:
+            del self._siblings[kept.task]
+
+    def _stranger(self, route: Route) -> _Live:
+        """One that was never begun, or whose turns were not told: made from its route."""
+        siblings = self._siblings.get(route.task_id or route.group_id) or Siblings(0)
+        live = _Live(Progress(self._tools), siblings)
+        self._note(live, start_point())
+        for turn in range(route.turns):
+            self._advance(live, route, turn)
+        return live
+
+    def _advance(self, live: _Live, route: Route, turn: int) -> None:
+        point = live.progress.advance(
+            route.outcomes[turn], route.action_tokens_at[turn], route.context_tokens_at[turn]
+        )
+        self._note(live, point)
+
+    def _note(self, live: _Live, point: Point) -> None:
+        live.points.append(point)
+        siblings = live.siblings
+        unfinished = siblings.live - 1
+        log_sampled = log1p(point.sampled)
+        siblings.log_sum += log_sampled - live.log_sampled
+        live.log_sampled = log_sampled
+        ahead = (
+            (siblings.log_sum - log_sampled) / unfinished - log_sampled if unfinished > 0 else 0.0
+        )
+        live.seen.append(Seen(self.clock, unfinished, ahead))
+        live.locations.append(self._regress(point))
+        live.version = self._version
+        self._points_since_solve += 1
+
+    def _regress(self, point: Point) -> float:
+        w = self._weights
+        numbers, cells, base, _, _ = point
+        a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = numbers
+        c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = cells
+        return (
+            base
+            + (a * w[0] + b * w[1] + c * w[2] + d * w[3] + e * w[4] + f * w[5] + g * w[6])
+            + (h * w[7] + i * w[8] + j * w[9] + k * w[10] + m * w[11] + n * w[12] + o * w[13])
+            + (p * w[14] + q * w[15] + w[c0] + w[c1] + w[c2] + w[c3] + w[c4] + w[c5] + w[c6])
+            + (w[c7] + w[c8] + w[c9])
+        )
+
+    def _location(self, live: _Live, point: Point) -> float:
+        if live.version != self._version:
+            live.locations[-1] = self._regress(point)
+            live.version = self._version
+        location = live.locations[-1]
+        siblings = live.siblings
+        if siblings.seen != self._version:
+            siblings.refresh(self._ring, self._version)
+        mean, finished, at_turn, count = siblings.means(point.cells[0] - NUMBERS)
+        seen = live.seen[-1]
+        a, b, c, d, e, f = signals(mean, finished, at_turn, count, seen.unfinished, seen.ahead)
+        t = self._trust
+        return location + a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
+
+    def _solve_after(self) -> int:
+        known = int(self._sums.count) // _SOLVE_SHARE
+        return min(_SOLVE_ROWS_MAX, max(_SOLVE_ROWS_MIN, known))
+
+    def settle(self) -> None:
+        """Take in what is pending and derive everything from the sums and the ring anew."""
+        self._points_since_solve = 0
+        ring = self._ring
+        if self._pending:
+            batch = self._pending.batch()
+            self._pending = Rows()
+            self._sums.add(batch)
+            ring.write(batch)
+        guessed = self._guess()
+        if guessed is None:
+            weights = self._sums.solve()
+        else:
+            weights = self._sums.solve(guessed.batch())
+        self._weights = weights.tolist()
+        self._counts = self._sums.products.diagonal().tolist()
+        self._version += 1
+        residuals = ring.explain(weights)
+        self._trust = fit(ring, residuals, _FIT_ROWS)
+        newest = ring.newest(_SPREAD_ROWS)
+        starts = ring.cells[newest, 0] == NUMBERS
+        self._spread = Spread(residuals[newest][~starts])
+        self._start_spread = Spread(residuals[newest][starts])
+
+    def _guess(self) -> Rows | None:
+        """Rows of unfinished trajectories, ended as is expected of them."""
+        lives = [live for live in self._live.values() if len(live.points) > 1]
+        rows = sum(len(live.points) for live in lives)
+        if not rows or rows < _GUESSED_SHARE * self._sums.count:
+            return None
+        guessed = Rows()
+        for live in lives:
+            last = live.points[-1]
+            location = self._regress(last)
+            total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
+            for point in live.points:
+                guessed.append(
+                    point, live.seen[0], log1p(total - point.sampled) - point.base, self.clock, 0
+                )
+        return guessed
+
+    def dump(self) -> bytes:
+        """All that was learned."""
+        self.settle()
+        return encode(self._sums, self._ring, self.clock)
+
+    def load(self, dumped: bytes) -> None:
+        """Take over what `dump` gave, in place of what was learned here.
+
+        Raises:
+            ValueError: it is of something else, or of another version.
+        """
+        state = State(dumped)
+        self.clock = state.clock
+        self._sums = state.sums(self._sums.half_life)
+        self._pending = Rows()
+        self._ring = Ring(self._ring.rows_max)
+        for siblings in self._siblings.values():
+            siblings.finished.clear()
+        self._fill(state.kept, state.batch)
+        self.settle()
+
+    def _fill(self, trajectories: Iterable[tuple[str, int, float]], batch: Batch) -> None:
+        """Put whole trajectories into the empty ring."""
+        ring = self._ring
+        groups: list[int] = []
+        for task, rows, clock in trajectories:
+            kept, gone = ring.keep(task, rows, clock)
+            assert not gone, "the ring is smaller than what it is filled with"
+            siblings = self._family(task)
+            siblings.finished.append(kept)
+            siblings.seen = -1
+            groups.extend([siblings.number] * rows)
+        ring.turn_cells[: len(groups)] = (batch.cells[:, 0].astype(int) - NUMBERS).tolist()
+        ring.write(batch._replace(groups=np.array(groups, np.int64)))
+
+    def _family(self, task: str) -> Siblings:
+        siblings = self._siblings.get(task)
+        if siblings is None:
+            self._numbered += 1
+            siblings = self._siblings[task] = Siblings(self._numbered)
+        return siblings

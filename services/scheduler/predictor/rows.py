@@ -1,0 +1,155 @@
+"""Rows of finished trajectories: those that wait to be taken in, and a ring of the newest."""
+
+from array import array
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from services.scheduler.predictor.features import CELLS, NUMBERS, Point
+
+Array = np.ndarray[Any, Any]
+
+
+SEEN = 3
+"""Fields of `Seen`."""
+
+
+class Seen(NamedTuple):
+    """What was known of a trajectory's siblings at one of its points, beside those finished."""
+
+    clock: float
+    """Siblings learned by then had finished."""
+    unfinished: float
+    """Others that had not."""
+    ahead: float
+    """Mean of log(1 + action tokens) over those, minus the trajectory's own."""
+
+
+class Kept(NamedTuple):
+    """A finished trajectory whose rows are in the ring."""
+
+    task: str
+    start: int
+    """Number of its first row, counted from the first row ever."""
+    rows: int
+    clock: float
+
+
+class Batch(NamedTuple):
+    """Rows as arrays."""
+
+    numbers: Array
+    """float64 [rows, NUMBERS]"""
+    cells: Array
+    """uint16 [rows, CELLS]"""
+    targets: Array
+    """float64 [rows]: log(1 + remaining) minus the point's base."""
+    clocks: Array
+    """float64 [rows]: when it was learned."""
+    seen: Array
+    """float64 [rows, SEEN]: what was known of its siblings when the point came (`Seen`)."""
+    groups: Array
+    """int64 [rows]: number of its prompt."""
+
+    def dense(self, columns: int) -> Array:
+        """float64 [rows, columns]; the last column, which stands for no cell, is zero."""
+        dense = np.zeros((len(self.targets), columns))
+        dense[:, :NUMBERS] = self.numbers
+        dense[np.arange(len(dense))[:, None], self.cells] = 1.0
+        dense[:, -1] = 0.0
+        return dense
+
+
+class Rows:
+    """Rows that wait to be taken in together."""
+
+    def __init__(self) -> None:
+        self.numbers = array("d")
+        self.cells = array("H")
+        self.targets = array("d")
+        self.clocks = array("d")
+        self.seen = array("d")
+        self.groups = array("q")
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def append(self, point: Point, seen: Seen, target: float, clock: float, group: int) -> None:
+        """One row more."""
+        self.seen.extend(seen)
+        self.groups.append(group)
+        self.numbers.extend(point.numbers)
+        self.cells.extend(point.cells)
+        self.targets.append(target)
+        self.clocks.append(clock)
+
+    def batch(self) -> Batch:
+        """All of them, as views: nothing may be appended afterwards."""
+        return Batch(
+            np.frombuffer(self.numbers, np.float64).reshape(-1, NUMBERS),
+            np.frombuffer(self.cells, np.uint16).reshape(-1, CELLS),
+            np.frombuffer(self.targets, np.float64),
+            np.frombuffer(self.clocks, np.float64),
+            np.frombuffer(self.seen, np.float64).reshape(-1, SEEN),
+            np.frombuffer(self.groups, np.int64),
+        )
+
+
+class Ring:
+    """The newest rows of whole trajectories, and what each has left unexplained.
+
+    Trajectories are known from `keep` on, their arrays from the next `write`.
+    """
+
+    def __init__(self, rows_max: int) -> None:
+        self.rows_max = rows_max
+        self.numbers = np.zeros((rows_max, NUMBERS), np.float32)
+        self.cells = np.zeros((rows_max, CELLS), np.uint16)
+        self.targets = np.zeros(rows_max)
+        self.clocks = np.zeros(rows_max)
+        self.seen = np.zeros((rows_max, SEEN))
+        self.groups = np.zeros(rows_max, np.int64)
+        self.kept: deque[Kept] = deque()
+        self.total = 0
+        """Rows ever kept."""
+        self.written = 0
+        """Of them, those in the arrays."""
+        self.residuals = [0.0] * rows_max
+        """Target minus the regression's value."""
+        self.turn_cells = [0] * rows_max
+
+    def keep(self, task: str, rows: int, clock: float) -> tuple[Kept, list[Kept]]:
+        """Give a trajectory its rows; also returns those that are overwritten for it."""
+        kept = Kept(task, self.total, rows, clock)
+        self.kept.append(kept)
+        self.total += rows
+        gone: list[Kept] = []
+        while self.kept[0].start < self.total - self.rows_max:
+            gone.append(self.kept.popleft())
+        return kept, gone
+
+    def write(self, batch: Batch) -> None:
+        """Take in the arrays of what was kept since the last time, in the same order."""
+        places = np.arange(self.written, self.total) % self.rows_max
+        assert len(places) == len(batch.targets)
+        self.numbers[places] = batch.numbers
+        self.cells[places] = batch.cells
+        self.targets[places] = batch.targets
+        self.clocks[places] = batch.clocks
+        self.seen[places] = batch.seen
+        self.groups[places] = batch.groups
+        self.written = self.total
+
+    def explain(self, weights: Array) -> Array:
+        """Residuals under these weights, of all rows by place."""
+        size = min(self.total, self.rows_max)
+        explained = self.numbers[:size] @ weights[:NUMBERS] + weights[self.cells[:size]].sum(axis=1)
+        residuals = self.targets[:size] - explained
+        self.residuals[:size] = residuals.tolist()
+        return residuals
+
+    def newest(self, rows: int) -> Array:
+        """Places of the newest rows, oldest first, from the start of a trajectory on."""
+        first = max(0, self.total - rows, self.kept[0].start if self.kept else 0)
+        return np.arange(first, self.total) % self.rows_max

@@ -1,0 +1,160 @@
+"""What the siblings of a trajectory say of it: they leave the same things unexplained.
+
+A sibling's residuals are noisy, so they are weighed like measurements: by how much residuals of
+two siblings have in common (on the whole, and at the same turn) against how much one varies.
+Both are measured over all groups in the ring. Where siblings have nothing in common, such as
+samples of different models, their weights come out as zero.
+"""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from services.scheduler.predictor.features import NUMBERS
+from services.scheduler.predictor.rows import Kept, Ring
+
+Array = np.ndarray[Any, Any]
+
+SIBLINGS_MAX = 32
+"""The newest so many finished siblings are asked."""
+SIGNALS = 6
+_ASSUMED = np.array([0.7, 0.3, 0.0, 0.0, 0.0, 0.0])
+"""Weights before anything is known."""
+_PENALTIES = np.array([20.0, 20.0, 20.0, 20.0, 20.0, 20.0])
+_FINISHED_DOUBT = 1.5
+_TURN_DOUBT = 1.0
+"""A mean over n siblings counts n / (n + doubt)."""
+_RESIDUAL_MAX = 3.0
+_TURN_CELLS = 32
+_CLOCK_MAX = 1e9
+
+
+def signals(
+    mean: float, finished: int, at_turn: float, count: int, unfinished: float, ahead: float
+) -> tuple[float, ...]:
+    """What siblings say, as columns; the last one is the constant."""
+    others = finished + unfinished
+    return (
+        mean * finished / (finished + _FINISHED_DOUBT),
+        (at_turn - mean * finished / (finished + _FINISHED_DOUBT)) * count / (count + _TURN_DOUBT),
+        finished / (finished + 1.0),
+        unfinished / (others + 1.0),
+        ahead * unfinished / (others + 1.0),
+        1.0,
+    )
+
+
+def fit(ring: Ring, residuals: Array, newest: int) -> list[float]:
+    """Weights of the signals, from what they said of the newest rows when those came."""
+    places = ring.newest(ring.rows_max)
+    if len(places) < 2:
+        return _ASSUMED.tolist()
+    cut = np.clip(residuals[places], -_RESIDUAL_MAX, _RESIDUAL_MAX)
+    turn_cells = ring.cells[places, 0].astype(np.int64) - NUMBERS
+    starts = turn_cells == 0
+    starts[0] = True
+    trajectory = np.cumsum(starts) - 1
+    means = np.bincount(trajectory, cut) / np.bincount(trajectory)
+    groups, clocks = ring.groups[places], ring.clocks[places]
+    told = slice(max(0, len(places) - newest), None)
+    seen = ring.seen[places[told]]
+    mean, finished = _before(groups[starts], clocks[starts], means, groups[told], seen[:, 0])
+    turn_keys = groups * _TURN_CELLS + turn_cells
+    at_turn, count = _before(turn_keys, clocks, cut, turn_keys[told], seen[:, 0])
+    unfinished, ahead = seen[:, 1], seen[:, 2]
+    shrunk = mean * finished / (finished + _FINISHED_DOUBT)
+    others = finished + unfinished
+    columns = np.stack(
+        [
+            shrunk,
+            (at_turn - shrunk) * count / (count + _TURN_DOUBT),
+            finished / (finished + 1.0),
+            unfinished / (others + 1.0),
+            ahead * unfinished / (others + 1.0),
+            np.ones(len(mean)),
+        ]
+    )
+    products = columns @ columns.T + np.diag(_PENALTIES)
+    moments = columns @ cut[told] + _PENALTIES * _ASSUMED
+    return np.linalg.solve(products, moments).tolist()
+
+
+def _before(
+    keys: Array, clocks: Array, values: Array, asked: Array, at: Array
+) -> tuple[Array, Array]:
+    """Mean and number of the values under a key by a clock, for each key and clock asked."""
+    order = np.lexsort((clocks, keys))
+    sums = np.r_[0.0, np.cumsum(values[order])]
+    stamps = keys[order] * _CLOCK_MAX + clocks[order]
+    last = np.searchsorted(stamps, asked * _CLOCK_MAX + at, side="right")
+    first = np.searchsorted(stamps, asked * _CLOCK_MAX - 1.0, side="left")
+    counts = last - first
+    return (sums[last] - sums[first]) / np.maximum(counts, 1), counts
+
+
+class Siblings:
+    """Trajectories of one prompt."""
+
+    __slots__ = ("_at_turn", "_mean_sum", "finished", "live", "log_sum", "number", "seen")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.finished: deque[Kept] = deque()
+        self.live = 0
+        """Unfinished ones."""
+        self.log_sum = 0.0
+        """Over those, of log(1 + action tokens)."""
+        self.seen = -1
+        """The ring's residuals are summed up as of this version of the weights."""
+        self._mean_sum = 0.0
+        self._at_turn: dict[int, list[float]] = {}
+
+    def add(self, kept: Kept, ring: Ring) -> None:
+        """One has finished."""
+        self.finished.append(kept)
+        self._sum(kept, ring)
+        if len(self.finished) > SIBLINGS_MAX:
+            self.finished.popleft()
+            self.seen = -1
+
+    def forget(self, kept: Kept) -> None:
+        """Its rows are overwritten."""
+        if self.finished and self.finished[0].start == kept.start:
+            self.finished.popleft()
+            self.seen = -1
+
+    def refresh(self, ring: Ring, version: int) -> None:
+        """Sum up again under new weights."""
+        self._mean_sum = 0.0
+        self._at_turn = {}
+        for kept in self.finished:
+            self._sum(kept, ring)
+        self.seen = version
+
+    def _sum(self, kept: Kept, ring: Ring) -> None:
+        residuals, turn_cells, rows_max = ring.residuals, ring.turn_cells, ring.rows_max
+        at_turn = self._at_turn
+        total = 0.0
+        for number in range(kept.start, kept.start + kept.rows):
+            place = number % rows_max
+            residual = residuals[place]
+            total += residual
+            sums = at_turn.get(turn_cells[place])
+            if sums is None:
+                at_turn[turn_cells[place]] = [residual, 1]
+            else:
+                sums[0] += residual
+                sums[1] += 1
+        self._mean_sum += total / kept.rows
+
+    def means(self, turn_cell: int) -> tuple[float, int, float, int]:
+        """Mean residual and number of finished siblings; the same of those with such a turn."""
+        finished = len(self.finished)
+        if not finished:
+            return 0.0, 0, 0.0, 0
+        at_turn = self._at_turn.get(turn_cell)
+        if at_turn is None:
+            return self._mean_sum / finished, finished, 0.0, 0
+        count = int(at_turn[1])
+        return self._mean_sum / finished, finished, at_turn[0] / count, count
