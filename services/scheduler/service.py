@@ -41,6 +41,7 @@ from services.scheduler.ledger import FileLedger, Ledger, trained_after, turns_o
 from services.scheduler.metrics import idle_metrics
 from services.scheduler.pulse import Pulse
 from services.scheduler.records import MetaRow
+from services.scheduler.routing.policy import Policy
 from services.scheduler.rules import Rules
 from services.scheduler.state import Assign, Outcome, TurnReply
 from services.scheduler.status import run_status
@@ -75,12 +76,15 @@ WORKING_ROLES = ("rollout", "tools", "trainer")
 class SchedulerService:
     """One run's tasks, trajectories and batches."""
 
-    def __init__(self, runtime: Runtime, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, ledger: Ledger | None = None, policy: Policy | None = None
+    ) -> None:
         self._runtime = runtime
         self._config = runtime.config
         self._path = runtime.run_dir / "ledger.sqlite"
         self._task_rows = {task.task_id: task for task in load_tasks(runtime.config)}
         self._ledger = ledger or FileLedger(self._path, runtime.run_dir / "metrics.jsonl")
+        self._policy = policy or policy_of(runtime.config)
         self._membership = Membership(runtime)
         self._tasks = asyncio.TaskGroup()
         self._moving: dict[str, asyncio.Task[TurnReply]] = {}
@@ -138,7 +142,7 @@ class SchedulerService:
             Rules.of(self._config),
             order,
             snapshot,
-            policy_of(self._config),
+            self._policy,
             now=_now(),
             wall_offset_s=datetime.now(UTC).timestamp() - _now(),
         )

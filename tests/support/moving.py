@@ -64,7 +64,8 @@ class MovingScheduler:
     source: Callable[[str], str] = lambda peer: peer
     """Whom the target asks for the cache, by the worker that has it."""
     decide_s: float = 0.0
-    lease_after_taking_back: int = 2
+    deciding: bool = False
+    """A turn has come and is not answered yet."""
 
     def __call__(self, runtime: Runtime) -> "MovingScheduler":
         self._runtime = runtime
@@ -102,15 +103,16 @@ class MovingScheduler:
         self.turns.append(turn)
         if turn.result is not None:
             return TurnRecorded(go_on=False)
+        self.deciding = True
         await asyncio.sleep(self.decide_s)
+        self.deciding = False
         target = self.plan(turn)
         if target:
             history = self.of(turn.trajectory_id)
             order = moved(history, kv_source=self.source(sender), lease=turn.lease + 1)
             if await self.give(target, order):
                 return TurnRecorded(go_on=False)
-        raised = 0 if target is None else self.lease_after_taking_back
-        return TurnRecorded(go_on=True, lease=turn.lease + raised)
+        return TurnRecorded(go_on=True, lease=turn.lease + (0 if target is None else 2))
 
     def _note(self, sender: str, report: ReportWorker) -> WorkerReported:
         self.reports.append((sender, report))

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.errors import RequestRefused, TransportError
+from common.errors import Refusal, RequestRefused, TransportError
 from common.membership import Membership
 from common.messages.base import Request
 from common.messages.coordinator import PublishVersion
@@ -24,6 +24,7 @@ from common.messages.scheduler import (
     StepFinished,
     TakeBatch,
     TrajectoryResult,
+    TurnFinished,
 )
 from common.service import Runtime
 from common.weights import version_id
@@ -65,6 +66,7 @@ class FakeWorker:
         self._membership = Membership(runtime, {"bucket": "short"})
         self.version = -1
         self._held: dict[str, asyncio.Task[None]] = {}
+        self._leases: dict[str, int] = {}
         return self
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -87,8 +89,13 @@ class FakeWorker:
         self.assigned.append(order)
         if len(self.assigned) == 1:
             self.first_version = self.version
-        self._forget(order.trajectory_id)
-        self._held[order.trajectory_id] = self._tasks.create_task(self._roll(order))
+        known = self._leases.get(order.trajectory_id, 0)
+        if order.lease < known:
+            raise RequestRefused(Refusal.STALE_FENCE)
+        if order.lease > known:
+            self._leases[order.trajectory_id] = order.lease
+            self._forget(order.trajectory_id)
+            self._held[order.trajectory_id] = self._tasks.create_task(self._roll(order))
         return TrajectoryAssigned(holding=len(self._held))
 
     def _drop(self, _sender: str, request: DropTrajectory) -> TrajectoryDropped:
@@ -109,24 +116,37 @@ class FakeWorker:
             await asyncio.sleep(1.0)
 
     async def _roll(self, order: AssignTrajectory) -> None:
-        turn, go_on = order.turn, True
+        turn, lease, go_on = order.turn, order.lease, True
         assert len(order.later_tokens) == 2 * order.turn
         assert bool(order.prompt_tokens) == bool(order.turn)
+        context = b"".join([order.prompt_tokens, *order.later_tokens])
         while go_on:
             await asyncio.sleep(self.turn_s)
-            made = make_turn(
-                order.trajectory_id,
-                order.lease,
-                turn,
-                version=self.version,
-                result=self.ending(order, turn),
-            )
+            made = self.make_turn(order, lease, turn, context)
             try:
-                go_on = (await persist(self._membership, "scheduler", made)).go_on
+                recorded = await persist(self._membership, "scheduler", made)
             except RequestRefused:
                 go_on = False
+            else:
+                go_on, lease = recorded.go_on, recorded.lease
+                self._leases[order.trajectory_id] = max(lease, order.lease)
             turn += 1
-        self._held.pop(order.trajectory_id, None)
+            context += made.prompt_tokens + made.action_tokens + made.observation_tokens
+        if self._held.get(order.trajectory_id) is asyncio.current_task():
+            del self._held[order.trajectory_id]
+
+    def make_turn(
+        self, order: AssignTrajectory, lease: int, turn: int, context: bytes
+    ) -> TurnFinished:
+        """One turn; `context` are the packed tokens that it follows on."""
+        del context
+        return make_turn(
+            order.trajectory_id,
+            lease,
+            turn,
+            version=self.version,
+            result=self.ending(order, turn),
+        )
 
 
 @dataclass

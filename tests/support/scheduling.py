@@ -17,7 +17,7 @@ from common.trajectory import FailureKind, StopReason, ToolStatus, pack_logprobs
 from common.weights import version_id
 from services.scheduler.book import Book
 from services.scheduler.ledger import MemoryLedger, trained_after
-from services.scheduler.routing.baselines import LeastLoad, may_stay
+from services.scheduler.routing.baselines import LeastLoad, least_loaded, may_stay
 from services.scheduler.routing.fleet import Fleet, Terms
 from services.scheduler.routing.policy import Decision, Policy
 from services.scheduler.routing.route import Route
@@ -144,13 +144,13 @@ class Restless(LeastLoad):
     """Moves whatever can be moved, at most tool returns."""
 
     def returned(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
-        elsewhere = self.place(route, fleet, terms)
+        others = [w for w in fleet.workers.values() if w.takes(terms) and w.peer != route.worker]
+        target = least_loaded(others, 1)
         stays = may_stay(route, fleet)
-        if elsewhere is None or elsewhere.peer == route.worker:
+        luck = random.Random(f"{route.trajectory_id}/{route.turns}").random()
+        if target is None or (stays and luck < 0.3):
             return Decision(route.worker, "stay") if stays else None
-        if stays and random.Random(f"{route.trajectory_id}/{route.turns}").random() < 0.3:
-            return Decision(route.worker, "stay")
-        return elsewhere._replace(reason="restless" if stays else "draining")
+        return Decision(target.peer, "restless" if stays else "draining")
 
 
 class Desk:
