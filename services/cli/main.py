@@ -12,6 +12,7 @@ from common.logs import configure_logs
 from common.service import EXIT_CONFIG, EXIT_FAILED
 from common.service import main as serve_main
 from services.cli.bench_commands import bench
+from services.cli.simulate_commands import simulate
 
 SERVICES = {
     "coordinator": "CoordinatorService",
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(simulate)
 
 ConfigPath = Annotated[Path, typer.Argument(help="The job's TOML file.")]
 Overrides = Annotated[
@@ -69,6 +71,19 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 
     check_job(config, list(overrides or []))
     print(f"{config}: ok")
+
+
+@app.command()
+def why(
+    trajectory: Annotated[str, typer.Argument(help="Its id, the beginning of it, or a group's.")],
+    *,
+    run: Annotated[Path | None, typer.Option(help="Run directory; the newest by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Tell why a trajectory ran where it ran, and what it waits for."""
+    from services.cli.why import why as tell_why
+
+    tell_why(trajectory, run, as_json=as_json)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

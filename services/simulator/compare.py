@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.simulator.measures import RunResult
-from services.simulator.plots import Spread
 from services.simulator.world import ORACLE
 
 LIBRA = "libra"
@@ -21,6 +20,14 @@ SHOWN: dict[str, Callable[[RunResult], float]] = {
     "staleness": lambda run: run.staleness_mean,
 }
 """Columns of the table. Idle shares follow, one column for each bucket."""
+
+
+class Spread(NamedTuple):
+    """A figure over several seeds."""
+
+    median: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)

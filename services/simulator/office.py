@@ -21,6 +21,8 @@ GATHER_S = 0.1
 """After a report, before placing: the first worker that reports new weights must not get all that
 waits for them."""
 TICK_S = 1.0
+HANGS_AFTER_S = 20_000.0
+"""Without any turn: longer than all turns, tools and train steps."""
 MOVE_TIMEOUT_S = 2.0
 """A target that has not answered by then is silent."""
 ASSIGN_TIMEOUT_S = 5.0
@@ -35,6 +37,7 @@ class Office:
         self, timeline: Timeline, network: Network, desk: Desk, scripts: Scripts, measures: Measures
     ) -> None:
         self.workers: dict[str, SimWorker] = {}
+        self.last_turn_at = 0.0
         self._timeline = timeline
         self._network = network
         self._desk = desk
@@ -43,13 +46,15 @@ class Office:
         self._work_set = False
         self._work_after = 0.0
         self._asked: Callable[[BatchOffer], None] | None = None
-        self._news = True
-        """A batch may have become complete."""
+        self._seen_changes = -1
+        """Of groups, when the batch that was asked for was last looked for."""
 
     # ── work ─────────────────────────────────────────────────────────────────────────────────
 
     def tick(self) -> None:
         """Look after the leases, once a second."""
+        if self._timeline.now - self.last_turn_at > HANGS_AFTER_S:
+            self._timeline.stop()
         self._timeline.after(TICK_S, self.tick)
         self._desk.expire(self._timeline.now)
         self.beat(GATHER_S)
@@ -68,7 +73,7 @@ class Office:
             worker = self.workers[order.peer]
             delay_s = COMMIT_S + self._latency_s(worker)
             self._timeline.after(delay_s, self._assign, order, worker)
-        if self._asked is not None and self._news:
+        if self._asked is not None and self._desk.group_changes > self._seen_changes:
             self._offer_batch()
 
     def _latency_s(self, worker: SimWorker) -> float:
@@ -103,6 +108,7 @@ class Office:
 
     def turn_finished(self, worker: SimWorker, turn: TurnFinished) -> None:
         """A turn has arrived: answer once it is durable and, if it moves, somebody has it."""
+        self.last_turn_at = self._timeline.now
         reply = self._desk.turn(worker.plan.peer, turn, self._timeline.now)
         if reply is None:
             self._reply(worker, turn.trajectory_id, TurnReply(go_on=False), 0.0)
@@ -116,7 +122,6 @@ class Office:
             return
         self._reply(worker, turn.trajectory_id, reply, COMMIT_S)
         if not reply.go_on:
-            self._news = True
             self.beat()
 
     def _reply(
@@ -152,12 +157,12 @@ class Office:
 
     def take_batch(self, told: Callable[[BatchOffer], None]) -> None:
         """The trainer asks for its next batch; it is told when there is one, or never will be."""
-        self._asked, self._news = told, True
+        self._asked = told
         self._offer_batch()
 
     def _offer_batch(self) -> None:
         assert self._asked is not None
-        self._news = False
+        self._seen_changes = self._desk.group_changes
         offer = self._desk.take_batch(self._timeline.now)
         if offer.group_ids or offer.exhausted:
             told, self._asked = self._asked, None

@@ -30,11 +30,10 @@ class Timeline:
         """Run nothing more after the action that is running."""
         self._stopped = True
 
-    def run(self, *, until_s: float) -> bool:
-        """Run everything that is due by then; False when it was stopped before."""
+    def run(self) -> None:
+        """Run until stopped, or until nothing is left to do."""
         heap, pop = self._heap, heapq.heappop
-        while heap and not self._stopped and heap[0][0] <= until_s:
+        while heap and not self._stopped:
             self.now, _, action, arguments = pop(heap)
             self.events += 1
             action(*arguments)
-        return not self._stopped

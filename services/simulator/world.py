@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import RunFailed
+from common.errors import ConfigError, RunFailed
 from common.weights import version_id
 from services.scheduler.routing.fleet import BucketShape
 from services.scheduler.routing.policies import RoutingParams, make_policy
@@ -33,8 +33,6 @@ ORACLE = "oracle"
 """Libra's policy with a predictor that knows the scripts."""
 TOKENS_EXPECTED = 4096
 """Of a trajectory's context at its end, before any has ended."""
-HORIZON_S = 1e8
-"""A run that is not over by then (three years) hangs."""
 GONE_AFTER_S = 3.0
 """The coordinator's lease: so long nobody notices that a worker is dead."""
 
@@ -66,6 +64,7 @@ class World:
 
     def __init__(self, scenario: Scenario, workload: Workload) -> None:
         self.scenario = scenario
+        self.workload = workload
         self.timeline = Timeline()
         self.network = Network()
         rules = _rules(scenario, workload)
@@ -102,6 +101,21 @@ class World:
         """In the order of the cluster."""
         return list(self.office.workers.values())
 
+    def check_lengths(self) -> None:
+        """Refuse trajectories that not every worker could hold.
+
+        Raises:
+            ConfigError: saying how long one is, and what to do.
+        """
+        room = min(worker.plan.kv_tokens for worker in self.workers)
+        for place in range(self.scenario.steps * self.scenario.groups_per_step):
+            for trace in self.workload.group(place, place // self.scenario.groups_per_step):
+                if trace.context_tokens > room:
+                    raise ConfigError(
+                        f"--scale: trajectory {trace.trajectory_id} has {trace.context_tokens:,} "
+                        f"tokens, and the smallest worker's cache has room for {room:,}; lower it"
+                    )
+
     def run(self, on_step: Callable[[int], None] | None = None) -> RunResult:
         """Play to the last step.
 
@@ -111,7 +125,8 @@ class World:
         self.trainer.on_step = on_step
         started = time.perf_counter()
         self._start()
-        if self.timeline.run(until_s=HORIZON_S):
+        self.timeline.run()
+        if not self.trainer.ended:
             raise RunFailed(f"step {self.trainer.step + 1} can never be complete in this world")
         return self._result(time.perf_counter() - started)
 

@@ -3,19 +3,12 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.errors import ConfigError
+from services.simulator.compare import Spread
 
 COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3", "#636363", "#cb181d", "#a6761d", "#2b8cbe")
-
-
-class Spread(NamedTuple):
-    """A figure over several seeds."""
-
-    median: float
-    low: float
-    high: float
 
 
 def check_plot(path: Path | None) -> None:

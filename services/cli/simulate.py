@@ -1,0 +1,268 @@
+"""What `libra simulate` does: check what is asked for, play it, and say what came out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import ConfigError
+from services.cli.bench import BenchReport, Check, at_least, at_most
+from services.cli.simulate_plots import plot_bars, plot_curves
+from services.cli.simulate_progress import Bar
+from services.scheduler.routing.policies import POLICIES
+from services.simulator.cluster import CLUSTERS
+from services.simulator.compare import LIBRA, SHOWN, Comparison, Spread
+from services.simulator.measures import RunResult
+from services.simulator.runs import RunSpec, play_all, seeds_of
+from services.simulator.workload_presets import PRESETS
+from services.simulator.world import ORACLE
+
+TRACE = "trace"
+"""The workload that replays a file."""
+EVENTS_PER_S_MIN = 50_000.0
+BEHIND_MAX = 0.03
+"""Of throughput, to the best other policy, on any workload."""
+OF_ORACLE_MIN = 0.90
+MOVED_MAX = 0.15
+PLOTTED = ("tokens/s", "p99 s", "moved", "routed right")
+PIPED_COLUMNS = 160
+RANGED = ("tokens/s", "makespan s", "p99 s")
+"""Columns that show the range; the JSON has all ranges."""
+SHARES = ("moved", "routed right")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options that several ways to simulate share."""
+
+    spec: RunSpec
+    seeds: int
+    processes: int
+    plot: Path | None
+
+
+def policy_names() -> list[str]:
+    """All that can be simulated."""
+    return [*POLICIES, ORACLE]
+
+
+def parse_policies(option: str, given: str) -> list[str]:
+    """The policies of a comma-separated list, or all of them for `all`.
+
+    Raises:
+        ConfigError: one does not exist, or is named twice.
+    """
+    names = policy_names() if given == "all" else [name.strip() for name in given.split(",")]
+    known = ", ".join(policy_names())
+    unknown = [name for name in names if name not in policy_names()]
+    if unknown:
+        raise ConfigError(f"{option}: no policy {unknown[0]!r}; take all, or some of {known}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{option}: a policy is named twice; name each once")
+    return names
+
+
+def parse_strengths(given: str) -> list[float]:
+    """The outcome strengths of `--dial`.
+
+    Raises:
+        ConfigError: one is no number between 0 and 1.
+    """
+    strengths: list[float] = []
+    for part in given.split(","):
+        try:
+            strengths.append(float(part))
+        except ValueError:
+            raise ConfigError(f"--dial: {part!r} is no number; write 0.02,0.2,0.6") from None
+    for strength in strengths:
+        check_strength("--dial", strength)
+    return strengths
+
+
+def check_strength(option: str, strength: float) -> None:
+    """Refuse what is no share.
+
+    Raises:
+        ConfigError: it is outside of 0 to 1.
+    """
+    if not 0.0 <= strength < 1.0:
+        raise ConfigError(f"{option}: {strength:g} is no share of variance; give 0 to 0.99")
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Refuse a run that cannot be played.
+
+    Raises:
+        ConfigError: naming the option and what to do, a line for each problem.
+    """
+    problems: list[str] = []
+    if spec.workload not in {*PRESETS, TRACE}:
+        known = ", ".join([*PRESETS, TRACE])
+        problems.append(f"--workload: no workload {spec.workload!r}; one of {known}")
+    if spec.cluster not in CLUSTERS:
+        known = ", ".join(CLUSTERS)
+        problems.append(f"--cluster: no cluster {spec.cluster!r}; one of {known}")
+    if spec.workload == TRACE and not spec.trace:
+        problems.append("--workload trace: needs --trace FILE")
+    if spec.trace and spec.workload != TRACE:
+        problems.append(f"--trace: replays a file, and {spec.workload} does not; drop one of them")
+    if spec.trace and not Path(spec.trace).is_file():
+        problems.append(f"--trace: {spec.trace} is no file; give a JSONL trace")
+    if spec.scale <= 0:
+        problems.append(f"--scale: {spec.scale:g} is not positive; 1 leaves lengths as they are")
+    if problems:
+        raise ConfigError(*problems)
+    if spec.strength is not None:
+        check_strength("--strength", spec.strength)
+    # A trace that cannot be read, or lengths that fit nowhere, show here.
+    replace(spec, policy=LIBRA).build().check_lengths()
+
+
+class Simulated(NamedTuple):
+    """What came out, for scripts and for people."""
+
+    report: BenchReport
+    comparisons: list[tuple[str, Comparison]]
+    """Each under its title."""
+
+
+def simulate_one(asked: Asked) -> Simulated:
+    """One policy on all seeds."""
+    specs = seeds_of(asked.spec, [asked.spec.policy], asked.seeds)
+    results = _play(asked, specs)
+    comparison = Comparison.of(results)
+    figures = _asked_figures(asked) | comparison.figures()
+    events = comparison.spread(asked.spec.policy, lambda run: run.events_per_s).median
+    check = at_least("events per second on one core", events, "1/s", EVENTS_PER_S_MIN)
+    _plot(asked, comparison)
+    report = BenchReport(f"simulate {asked.spec.policy}", figures, [check])
+    return Simulated(report, [(_title(asked), comparison)])
+
+
+def simulate_compare(asked: Asked, policies: Sequence[str]) -> Simulated:
+    """Several policies on the same seeds."""
+    comparison = Comparison.of(_play(asked, seeds_of(asked.spec, policies, asked.seeds)))
+    _plot(asked, comparison)
+    figures = _asked_figures(asked) | comparison.figures()
+    report = BenchReport("simulate compare", figures, comparison_checks(comparison))
+    return Simulated(report, [(_title(asked), comparison)])
+
+
+def comparison_checks(comparison: Comparison) -> list[Check]:
+    """What must hold of `libra` wherever it is compared."""
+    if LIBRA not in comparison.policies:
+        return []
+    checks: list[Check] = []
+    best = comparison.best_other()
+    if best is not None:
+        ratio = comparison.ratio(LIBRA, best).median
+        checks.append(at_least(f"libra / {best} (the best other)", ratio, "ratio", 1 - BEHIND_MAX))
+    if ORACLE in comparison.policies:
+        ratio = comparison.ratio(LIBRA, ORACLE).median
+        checks.append(at_least("libra / oracle", ratio, "ratio", OF_ORACLE_MIN))
+    moved = comparison.spread(LIBRA, SHOWN["moved"]).median
+    return [*checks, at_most("tokens that libra moved", moved, "share", MOVED_MAX)]
+
+
+def simulate_dial(asked: Asked, policies: Sequence[str], strengths: Sequence[float]) -> Simulated:
+    """The comparison at several outcome strengths, as a curve."""
+    specs = [
+        spec
+        for strength in strengths
+        for spec in seeds_of(replace(asked.spec, strength=strength), policies, asked.seeds)
+    ]
+    results = _play(asked, specs)
+    each = len(policies) * asked.seeds
+    points = [
+        Comparison.of(results[place * each : (place + 1) * each]) for place in range(len(strengths))
+    ]
+    if asked.plot is not None:
+        curves = {
+            policy: [point.spread(policy, SHOWN["tokens/s"]) for point in points]
+            for policy in policies
+        }
+        plot_curves(asked.plot, _title(asked), strengths, curves, y="tokens per second")
+    figures = _asked_figures(asked)
+    checks: list[Check] = []
+    titled: list[tuple[str, Comparison]] = []
+    for strength, point in zip(strengths, points, strict=True):
+        titled.append((f"outcome strength {strength:g}", point))
+        figures[f"strength {strength:g}"] = point.figures()
+        checks += [
+            replace(check, name=f"at {strength:g}: {check.name}")
+            for check in comparison_checks(point)
+        ]
+    return Simulated(BenchReport("simulate dial", figures, checks), titled)
+
+
+def print_tables(comparisons: Sequence[tuple[str, Comparison]]) -> None:
+    """For people: a row for each policy, medians with their ranges."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
+    for title, comparison in comparisons:
+        console.print(_table(title, comparison))
+
+
+def _table(title: str, comparison: Comparison) -> Table:
+    table = Table(title=title, box=None, padding=(0, 2), title_justify="left")
+    table.add_column("policy")
+    columns = comparison.columns()
+    for name in columns:
+        table.add_column(name, justify="right")
+    for policy in comparison.policies:
+        cells = [_cell(name, comparison.spread(policy, value)) for name, value in columns.items()]
+        table.add_row(policy, *cells)
+    return table
+
+
+def _cell(name: str, spread: Spread) -> str:
+    share = name in SHARES or name.startswith("idle ")
+    median, low, high = (_number(value, share=share) for value in spread)
+    if name not in RANGED or low == high:
+        return median
+    return f"{median} [dim]{low} … {high}[/dim]"
+
+
+def _number(value: float, *, share: bool) -> str:
+    if share:
+        return f"{value:.1%}" if value < 0.1 else f"{value:.0%}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _plot(asked: Asked, comparison: Comparison) -> None:
+    if asked.plot is None:
+        return
+    panels = {
+        name: {policy: comparison.spread(policy, SHOWN[name]) for policy in comparison.policies}
+        for name in PLOTTED
+    }
+    plot_bars(asked.plot, _title(asked), panels)
+
+
+def _play(asked: Asked, specs: list[RunSpec]) -> list[RunResult]:
+    with Bar(len(specs)) as bar:
+        return play_all(specs, processes=asked.processes, on_done=bar.run_done)
+
+
+def _asked_figures(asked: Asked) -> dict[str, Any]:
+    spec = asked.spec
+    return {
+        "workload": spec.trace or spec.workload,
+        "cluster": spec.cluster,
+        "strength": spec.strength,
+        "scale": spec.scale,
+        "steps": spec.steps,
+        "seeds": asked.seeds,
+    }
+
+
+def _title(asked: Asked) -> str:
+    spec = asked.spec
+    name = Path(spec.trace).stem if spec.trace else spec.workload
+    strength = "" if spec.strength is None else f", outcome strength {spec.strength:g}"
+    seeds = "1 seed" if asked.seeds == 1 else f"{asked.seeds} seeds"
+    return f"{name}{strength}: cluster {spec.cluster}, {spec.steps} steps, {seeds}"
