@@ -6,9 +6,10 @@ times rise linearly (with the KV tokens), so any number of them has a closed for
 from one change of the batch to the next: a finish, the end of a context, a full cache, an arrival.
 Its results are those of stepping through the iterations one by one.
 
-Requests are admitted in order, when their whole context fits beside what is running. When the
-running ones outgrow the cache, the newest is preempted: it goes to the head of the queue and its
-context is computed again (vLLM's rule).
+Cache is given as contexts are computed and tokens sampled, and a request is admitted when its next
+chunk fits. When running requests outgrow the cache, the newest is preempted: it goes to the head of
+the queue and its context is computed again. So an engine that is given more than it can hold keeps
+computing contexts that it then throws away. Source: vLLM's scheduler, without full reservation.
 """
 
 import heapq
@@ -24,6 +25,7 @@ class EngineModel:
     """One engine. Times are the caller's; they must not go back."""
 
     def __init__(self, speed: EngineSpeed, *, kv_tokens: int, slots: int) -> None:
+        assert slots < speed.chunk_tokens, "every request in the batch must be able to sample"
         self.speed = speed
         self.kv_tokens = kv_tokens
         self.slots = slots
@@ -165,16 +167,13 @@ class EngineModel:
         segment.first_s += segment.growth_s * count
         self.busy_s += duration
         self.iterations += count
-        if self._decoding:
-            tokens = self._decoding * count
-            self.decode_tokens += tokens
-            self._context_sum += tokens
-            self._cache.grow(tokens)
-        if segment.chunks:
-            for request, chunk in segment.chunks:
-                request.prefill_left -= chunk * count
-                request.prefill_tokens += chunk * count
-                self.prefill_tokens += chunk * count
+        grown = self._decoding * count
+        self.decode_tokens += grown
+        self._context_sum += grown
+        for request, chunk in segment.chunks:
+            grown += request.compute(chunk * count)
+            self.prefill_tokens += chunk * count
+        self._cache.grow(grown)
         if not segment.iterations:
             self._end_prefills(segment)
             self._end_requests(segment.end_s)
@@ -241,52 +240,66 @@ class EngineModel:
                 self._remove(request)
         self._leaving.clear()
         preempted = False
-        while self._cache.used + self._decoding > self.kv_tokens:
+        while True:
+            chunks, budget = self._chunks()
+            needed = self._decoding + sum(request.growth(chunk) for request, chunk in chunks)
+            if self._cache.used + needed <= self.kv_tokens:
+                break
             self._preempt()
             preempted = True
-        budget = self.speed.chunk_tokens - self._decoding
         if self._waiting and not preempted:
-            self._admit(budget - sum(request.prefill_left for request in self._prefilling))
-        self._segment = self._schedule(budget, once=preempted) if self._running else None
+            self._admit(chunks, budget, needed)
+        self._segment = self._schedule(chunks, once=preempted) if self._running else None
         return self._segment
 
-    def _admit(self, budget: int) -> None:
-        """Take in who waits, in order, as long as this iteration has tokens left for them."""
+    def _chunks(self) -> tuple[list[tuple[Request, int]], int]:
+        """How much each request in prefill computes in the next iteration, and what is left."""
+        budget = self.speed.chunk_tokens - self._decoding
+        chunks: list[tuple[Request, int]] = []
+        for request in self._prefilling:
+            chunk = min(budget, request.prefill_left)
+            chunks.append((request, chunk))
+            budget -= chunk
+            if not budget:
+                break
+        return chunks, budget
+
+    def _admit(self, chunks: list[tuple[Request, int]], budget: int, needed: int) -> None:
+        """Take in who waits, in order, while tokens of this iteration and cache are left."""
         cache = self._cache
         while self._waiting and budget > 0 and len(self._running) < self.slots:
             request = self._waiting[0]
-            job = request.job
-            needed = cache.needs(job.trajectory_id, job.group_id, request.context_tokens)
-            if cache.used + needed + self._decoding > self.kv_tokens:
+            job, context = request.job, request.context_tokens
+            offer = (job.trajectory_id, job.group_id, context, job.prompt_tokens)
+            cached, taken = cache.offer(*offer)
+            chunk = min(budget, context - cached)
+            room = self.kv_tokens - cache.used - needed - taken
+            if chunk > room:
                 return
             self._waiting.popleft()
-            request.claim = cache.claim(
-                job.trajectory_id, job.group_id, request.context_tokens, job.prompt_tokens
-            )
-            request.prefill_left = request.context_tokens - request.claim.cached_tokens
-            request.version = self._version
-            request.order = self._admitted
-            self._admitted += 1
+            request.admit(cache.claim(*offer), self._admitted, self._version)
             self._running[request.order] = request
+            self._admitted += 1
             self._prefilling.append(request)
-            budget -= request.prefill_left
+            chunks.append((request, chunk))
+            budget -= chunk
+            needed += request.growth(chunk)
 
-    def _schedule(self, budget: int, *, once: bool) -> Segment:
+    def _schedule(self, chunks: list[tuple[Request, int]], *, once: bool) -> Segment:
         """The longest segment that begins now; after a preemption the next iteration may admit."""
         decoding = self._decoding
-        chunks, attended, whole = self._chunks(max(budget, 1))
+        attended = sum(chunk * (request.computed + chunk / 2) for request, chunk in chunks)
         prefilled = sum(chunk for _, chunk in chunks)
         first_s = self.speed.iteration_s(
             decoding, self._context_sum, prefilled, attended, len(chunks)
         )
         growth_s = self.speed.kv_token_s * decoding
         iterations = 1
-        if whole and not once:
+        if not once and (not chunks or (len(chunks) == 1 and chunks[0][0].steady(chunks[0][1]))):
+            limits = [(self.kv_tokens - self._cache.used) // (decoding + prefilled)]
             end = self._next_end()
-            limits: list[int] = []
-            if decoding:
-                assert end is not None
-                limits = [end - self.iterations, (self.kv_tokens - self._cache.used) // decoding]
+            if end is not None:
+                limits.append(end - self.iterations)
             if chunks:
                 request, chunk = chunks[0]
                 limits.append((request.prefill_left - 1) // chunk)
@@ -295,25 +308,6 @@ class EngineModel:
         segment = Segment(0.0, iterations, first_s, growth_s, chunks)
         segment.end_s = self._now + segment.duration_s(iterations)
         return segment
-
-    def _chunks(self, budget: int) -> tuple[list[tuple[Request, int]], float, bool]:
-        """Who computes how much context in the next iteration.
-
-        Returns:
-            The chunks, the sum over their tokens of the tokens before each, and whether later
-            iterations do the same.
-        """
-        chunks: list[tuple[Request, int]] = []
-        attended = 0.0
-        for request in self._prefilling:
-            chunk = min(budget, request.prefill_left)
-            chunks.append((request, chunk))
-            attended += chunk * (request.context_tokens - request.prefill_left + chunk / 2)
-            budget -= chunk
-            if not budget:
-                break
-        whole = not chunks or (len(chunks) == 1 and chunks[0][1] < chunks[0][0].prefill_left)
-        return chunks, attended, whole
 
     # -- leaving the batch ----------------------------------------------------------------------
 

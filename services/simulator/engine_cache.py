@@ -42,8 +42,14 @@ class Claim:
 
     prompt: CachedPrompt | None
     own_tokens: int
+    """After the prompt, if that is shared; grows as they are computed."""
     cached_tokens: int
     """Of its context, at admission: they need not be computed."""
+
+    @property
+    def held_tokens(self) -> int:
+        """KV tokens, its prompt's included."""
+        return self.own_tokens + (self.prompt.tokens if self.prompt else 0)
 
 
 class KvCache:
@@ -60,13 +66,25 @@ class KvCache:
         self._evictable: OrderedDict[CachedContext | CachedPrompt, None] = OrderedDict()
         """Least recently used first."""
 
-    def needs(self, trajectory_id: str, group_id: str, context_tokens: int) -> int:
-        """By how much `used` would grow if this context were claimed."""
+    def offer(
+        self, trajectory_id: str, group_id: str, context_tokens: int, prompt_tokens: int
+    ) -> tuple[int, int]:
+        """What a claim of this context would find.
+
+        Returns:
+            How much of the context is cached, and by how much `used` would grow at once.
+        """
         context = self._contexts.get(trajectory_id)
         prompt = context.prompt if context else self._prompts.get(group_id)
-        if prompt and prompt.running and prompt.tokens <= context_tokens:
-            return context_tokens - prompt.tokens
-        return context_tokens
+        if prompt is not None and prompt.tokens > context_tokens:
+            return 0, 0
+        shared = prompt.tokens if prompt else 0
+        own = context.own_tokens if context else 0
+        cached = min(shared + own, context_tokens - 1)
+        if prompt is None and context is None and group_id not in self._prompts:
+            return 0, prompt_tokens
+        held = min(own, context_tokens - shared)
+        return cached, held + (0 if prompt and prompt.running else shared)
 
     def kept_for(self, trajectory_id: str) -> int:
         """Tokens kept of a trajectory's context, its prompt included; 0 when it was evicted."""
@@ -78,7 +96,10 @@ class KvCache:
     def claim(
         self, trajectory_id: str, group_id: str, context_tokens: int, prompt_tokens: int
     ) -> Claim:
-        """Give a request its context. What it needs must fit; others' leftovers give way."""
+        """Give a request what is cached of its context, and room for its prompt.
+
+        What that needs must fit; others' leftovers give way. The rest it gets by `grow`.
+        """
         context = self._contexts.pop(trajectory_id, None)
         if context is not None:
             prompt = context.prompt
@@ -93,14 +114,17 @@ class KvCache:
             cached = prompt.tokens if prompt else 0
         if prompt is not None and prompt.tokens > context_tokens:
             self._settle(prompt)
-            prompt, cached = None, 0
-        if prompt is None and context is None and group_id not in self._prompts and prompt_tokens:
+            prompt, cached, context = None, 0, None
+        if prompt is None and context is None and group_id not in self._prompts:
             prompt = self._prompts[group_id] = CachedPrompt(group_id, prompt_tokens)
             self.kept += prompt_tokens
         self._hold(prompt)
-        own = context_tokens - (prompt.tokens if prompt else 0)
-        self.grow(own)
-        return Claim(prompt, own, min(cached, context_tokens - 1))
+        own = context.own_tokens if context else 0
+        if prompt is not None:
+            own = min(own, context_tokens - prompt.tokens)
+        claim = Claim(prompt, min(own, context_tokens), min(cached, context_tokens - 1))
+        self.grow(claim.own_tokens)
+        return claim
 
     def grow(self, tokens: int) -> None:
         """Running requests need so many tokens more, which must fit."""

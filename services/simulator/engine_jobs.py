@@ -60,6 +60,35 @@ class Request:
     preemptions: int = 0
     version: int = 0
 
+    @property
+    def computed(self) -> int:
+        """Of its context."""
+        return self.context_tokens - self.prefill_left
+
+    def admit(self, claim: Claim, order: int, version: int) -> None:
+        """It is in the batch from now on, with what was cached."""
+        self.claim, self.order, self.version = claim, order, version
+        self.prefill_left = self.context_tokens - claim.cached_tokens
+
+    def growth(self, chunk: int) -> int:
+        """KV tokens that computing so much more of its context needs; its prompt has its own."""
+        assert self.claim is not None
+        return max(0, self.computed + chunk - self.claim.held_tokens)
+
+    def compute(self, tokens: int) -> int:
+        """So much more of its context is computed. Returns the KV tokens that it grew by."""
+        assert self.claim is not None
+        grown = self.growth(tokens)
+        self.claim.own_tokens += grown
+        self.prefill_left -= tokens
+        self.prefill_tokens += tokens
+        return grown
+
+    def steady(self, chunk: int) -> bool:
+        """Whether later iterations may compute as much, each growing by as much."""
+        assert self.claim is not None
+        return chunk < self.prefill_left and self.computed == self.claim.held_tokens
+
 
 @dataclass(slots=True, eq=False)
 class Segment:

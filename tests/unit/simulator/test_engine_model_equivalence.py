@@ -91,45 +91,64 @@ class Reference:
                 self.drop(request)
         self.leaving.clear()
         preempted = False
-        while self.cache.used + sum(r.decoding_since >= 0 for r in self.batch) > KV_TOKENS:
-            request = self.batch[-1]
-            if request.decoding_since >= 0:
-                sampled = 1 + self.iterations - request.decoding_since
-                request.context_tokens += sampled
-                request.new_tokens -= sampled
-            self.drop(request)
-            request.decoding_since = -1
-            request.preemptions += 1
-            self.preemptions += 1
-            self.waiting.appendleft(request)
+        while True:
+            decoding = sum(r.decoding_since >= 0 for r in self.batch)
+            chunks, budget = list[tuple[Request, int]](), SPEED.chunk_tokens - decoding
+            for request in self.batch:
+                chunk = min(budget, request.prefill_left)
+                if chunk:
+                    chunks.append((request, chunk))
+                    budget -= chunk
+            needed = decoding + sum(self.growth(*chunk) for chunk in chunks)
+            if self.cache.used + needed <= KV_TOKENS:
+                break
+            self.preempt()
             preempted = True
-        decoding = sum(r.decoding_since >= 0 for r in self.batch)
-        budget = SPEED.chunk_tokens - decoding
         if not preempted:
-            self.admit(budget - sum(r.prefill_left for r in self.batch), decoding)
-        chunks: list[tuple[Request, int]] = []
-        for request in self.batch:
-            chunk = min(budget, request.prefill_left)
-            if chunk:
-                chunks.append((request, chunk))
-                budget -= chunk
+            self.admit(chunks, budget, needed)
         return chunks
 
-    def admit(self, budget: int, decoding: int) -> None:
+    def growth(self, request: Request, chunk: int) -> int:
+        """Positions that it has no room for yet, one by one."""
+        assert request.claim
+        prompt = request.claim.prompt.tokens if request.claim.prompt else 0
+        first = request.context_tokens - request.prefill_left
+        room = range(prompt + request.claim.own_tokens)
+        return sum(position not in room for position in range(first, first + chunk))
+
+    def preempt(self) -> None:
+        request = self.batch[-1]
+        if request.decoding_since >= 0:
+            sampled = 1 + self.iterations - request.decoding_since
+            request.context_tokens += sampled
+            request.new_tokens -= sampled
+        self.drop(request)
+        request.decoding_since = -1
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def admit(self, chunks: list[tuple[Request, int]], budget: int, needed: int) -> None:
         while self.waiting and budget > 0 and len(self.batch) < SLOTS:
             request, job = self.waiting[0], self.waiting[0].job
             context = request.context_tokens
-            needed = self.cache.needs(job.trajectory_id, job.group_id, context)
-            if self.cache.used + needed + decoding > KV_TOKENS:
+            cached, taken = self.cache.offer(
+                job.trajectory_id, job.group_id, context, job.prompt_tokens
+            )
+            chunk = min(budget, context - cached)
+            if self.cache.used + needed + taken + chunk > KV_TOKENS:
                 return
             self.waiting.popleft()
             request.claim = self.cache.claim(
                 job.trajectory_id, job.group_id, context, job.prompt_tokens
             )
-            request.prefill_left = context - request.claim.cached_tokens
+            assert request.claim.cached_tokens == cached
+            request.prefill_left = context - cached
             request.version = self.version
             self.batch.append(request)
-            budget -= request.prefill_left
+            chunks.append((request, chunk))
+            budget -= chunk
+            needed += self.growth(request, chunk)
 
     def held(self, request: Request) -> int:
         return request.context_tokens + self.iterations - request.decoding_since
@@ -149,12 +168,14 @@ class Reference:
 
     def apply(self, decoding: list[Request], chunks: list[tuple[Request, int]], now: float) -> None:
         self.iterations += 1
-        self.cache.grow(len(decoding))
+        self.cache.grow(len(decoding) + sum(self.growth(*chunk) for chunk in chunks))
         for request in decoding:
             assert request.claim
             request.claim.own_tokens += 1
         self.decode_tokens += len(decoding)
         for request, chunk in chunks:
+            assert request.claim
+            request.claim.own_tokens += self.growth(request, chunk)
             request.prefill_left -= chunk
             request.prefill_tokens += chunk
             self.prefill_tokens += chunk
