@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
-from common.config import Config
+from common.config import INT_MAX, BucketConfig, Config
 from common.config_combine import Problem
 from common.config_load import config_error
 from common.config_source import read_source
@@ -22,6 +22,9 @@ from common.toml_lines import KeyPath
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MEMORY_SHARE_MAX = 0.9
 """The rest of the machine needs some; past this share it would swap or kill."""
+_VOCABULARY_BLOCK = 64
+"""vLLM pads the vocabulary to a multiple of it, and splits that evenly."""
+_DEGREES_SHOWN_MAX = 8
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 _PATH: KeyPath = ("model", "path")
@@ -73,7 +76,7 @@ def check_config(
         *model.problems(),
         *_engines(config, machine),
         *_devices(config, machine),
-        *_memory(config, machine, model.kv_bytes_per_token()),
+        *_memory(config, machine, model),
     ]
     if problems:
         raise config_error(read_source(source, overrides), problems)
@@ -106,9 +109,10 @@ class _ModelDirectory:
         yield from self._architecture()
         yield from self._files()
         yield from self._context()
+        yield from self._split()
 
     def _architecture(self) -> Iterator[Problem]:
-        names = cast("list[object]", self.description.get("architectures") or [])
+        names = _list(self.description.get("architectures"))
         if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names):
             shown = ", ".join(map(str, names)) or "no architecture"
             yield Problem(
@@ -157,21 +161,55 @@ class _ModelDirectory:
                 f"max_position_embeddings = {limit}; use {limit} or less",
             )
 
+    def _split(self) -> Iterator[Problem]:
+        """Find buckets whose ranks cannot have equal shares of every layer."""
+        for index, bucket in enumerate(self.config.buckets):
+            if reason := self._indivisible(bucket.tensor_parallel):
+                yield Problem(
+                    (("buckets", index, "tensor_parallel"), _PATH),
+                    f"{self.path} cannot be split over {bucket.tensor_parallel} devices: {reason}; "
+                    f"{self._degrees()}",
+                )
+
+    def _indivisible(self, ranks: int) -> str:
+        """Why so many ranks do not work, or nothing. Few key heads are copied, not split."""
+        heads = self._number("num_attention_heads", "n_head")
+        kv_heads = self._number("num_key_value_heads") or heads
+        width = self._number("intermediate_size", "n_inner")
+        vocabulary = self._number("vocab_size")
+        if heads and heads % ranks:
+            return f"it has {heads} attention heads"
+        if kv_heads and kv_heads % ranks and ranks % kv_heads:
+            return f"it has {kv_heads} key-value heads"
+        if width and width % ranks:
+            return f"its feed-forward layers are {width} wide (intermediate_size)"
+        if vocabulary and -(-vocabulary // _VOCABULARY_BLOCK) * _VOCABULARY_BLOCK % ranks:
+            return f"vLLM fills its vocabulary up to a multiple of {_VOCABULARY_BLOCK}"
+        return ""
+
+    def _degrees(self) -> str:
+        """Say what would work."""
+        possible = [n for n in range(1, _DEGREES_SHOWN_MAX + 1) if not self._indivisible(n)]
+        return f"use tensor_parallel = {' or '.join(map(str, possible))}"
+
     def _has(self, names: Sequence[str]) -> bool:
         return any((self.path / name).is_file() for name in names)
 
     def _missing_shards(self) -> list[str]:
         index = _read_json(self.path / "model.safetensors.index.json")
-        files = cast("dict[str, str]", index.get("weight_map", {}))
-        return sorted(name for name in set(files.values()) if not self._has((name,)))
+        named = {name for name in _table(index.get("weight_map")).values() if isinstance(name, str)}
+        return sorted(name for name in named if not self._has((name,)))
 
     def _has_chat_template(self) -> bool:
         if self._has(("chat_template.jinja", "chat_template.json")):
             return True
         return bool(_read_json(self.path / "tokenizer_config.json").get("chat_template"))
 
-    def kv_bytes_per_token(self) -> int | None:
-        """Keys and values of all layers for one token, or None when config.json does not tell."""
+    def kv_bytes_per_token(self, ranks: int) -> int | None:
+        """Keys and values of all layers for one token on all ranks together.
+
+        None when config.json does not tell.
+        """
         layers = self._number("num_hidden_layers", "n_layer")
         heads = self._number("num_attention_heads", "n_head")
         width = self._number("hidden_size", "n_embd")
@@ -179,40 +217,61 @@ class _ModelDirectory:
             return None
         kv_heads = self._number("num_key_value_heads") or heads
         head_dim = self._number("head_dim") or width // heads
-        return 2 * layers * kv_heads * head_dim * _DTYPE_BYTES[self.config.model.dtype]
+        copied = max(kv_heads, ranks)  # A rank has one head at least.
+        return 2 * layers * copied * head_dim * _DTYPE_BYTES[self.config.model.dtype]
 
     def _number(self, *names: str) -> int | None:
-        """Read the first of these that is an integer: models differ in what they call it."""
+        """Read the first of these that is a count: models differ in what they call it."""
         values = (self.description.get(name) for name in names)
-        return next((value for value in values if isinstance(value, int)), None)
+        return next((value for value in values if _is_count(value)), None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content: object = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return _table(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+
+
+def _table(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else []
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Whether it is a number that something can have so many of; JSON's `true` is an int too."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= INT_MAX
 
 
 def _engines(config: Config, machine: Machine) -> Iterator[Problem]:
     """Find buckets that nobody would serve."""
-    needs: dict[str, frozenset[str]] = {
-        "vllm": frozenset({"vllm"}),
-        "torch": frozenset({"torch"}),
-        "auto": frozenset({"vllm", "torch"}),
-        "fake": frozenset(),
-    }
     for index, bucket in enumerate(config.buckets):
-        wanted = needs[bucket.engine]
+        wanted = _engines_for(bucket)
         if wanted and not wanted & machine.packages:
             names = " nor ".join(sorted(wanted))
-            remedy = ', or choose engine = "torch"' if "torch" in machine.packages else ""
+            split = " for tensor_parallel > 1" if bucket.tensor_parallel > 1 else ""
+            other = '"torch"' if not split else '"auto" and tensor_parallel = 1'
+            remedy = f", or choose engine = {other}" if "torch" in machine.packages else ""
             yield Problem(
                 (("buckets", index, "engine"),),
-                f'nobody can serve bucket "{bucket.name}": {names} is not installed here; '
+                f'nobody can serve bucket "{bucket.name}": {names} is not installed here{split}; '
                 f"run scripts/setup{remedy}",
             )
+
+
+def _engines_for(bucket: BucketConfig) -> frozenset[str]:
+    """Packages of which one must be there."""
+    match bucket.engine:
+        case "fake":
+            return frozenset()
+        case "auto":
+            every = frozenset({"vllm", "torch"})
+            return frozenset({"vllm"}) if bucket.tensor_parallel > 1 else every
+        case _:
+            return frozenset({bucket.engine})
 
 
 def _devices(config: Config, machine: Machine) -> Iterator[Problem]:
@@ -231,25 +290,47 @@ def _devices(config: Config, machine: Machine) -> Iterator[Problem]:
                 f"there is no core {', '.join(map(str, sorted(absent)))} for this process; choose "
                 f"from {', '.join(map(str, sorted(machine.cores)))}",
             )
+    yield from _gpus_together(config, machine)
 
 
-def _memory(config: Config, machine: Machine, token_bytes: int | None) -> Iterator[Problem]:
-    """Compare the KV caches of all workers with the machine's memory, where no GPU has its own."""
-    if machine.gpus or token_bytes is None:
+def _gpus_together(config: Config, machine: Machine) -> Iterator[Problem]:
+    """Count the GPUs of split workers, which share none; workers share cores.
+
+    Only where the coordinator is reached from this machine alone, so that all workers are here.
+    """
+    split = {n: b for n, b in enumerate(config.buckets) if b.tensor_parallel > 1}
+    needed = sum(bucket.workers * bucket.tensor_parallel for bucket in split.values())
+    here = "//127." in config.coordinator.address or "//localhost:" in config.coordinator.address
+    if not here or not machine.gpus or needed <= machine.gpus:
         return
-    needed = {
-        index: bucket.kv_tokens * bucket.workers * token_bytes
+    largest = max(split, key=lambda n: split[n].workers * split[n].tensor_parallel)
+    if split[largest].tensor_parallel <= machine.gpus:
+        yield Problem(
+            (("buckets", largest, "workers"), ("buckets", largest, "tensor_parallel")),
+            f"all workers that are split over several devices need {needed} GPUs together, this "
+            f"machine has {machine.gpus}; use fewer workers or a smaller tensor_parallel",
+        )
+
+
+def _memory(config: Config, machine: Machine, model: _ModelDirectory) -> Iterator[Problem]:
+    """Compare the KV caches of all workers with the machine's memory, where no GPU has its own."""
+    token_bytes = {
+        index: model.kv_bytes_per_token(bucket.tensor_parallel) or 0
         for index, bucket in enumerate(config.buckets)
         if bucket.engine != "fake"
     }
+    needed = {
+        index: size * config.buckets[index].kv_tokens * config.buckets[index].workers
+        for index, size in token_bytes.items()
+    }
     total, limit = sum(needed.values()), int(machine.memory_bytes * _MEMORY_SHARE_MAX)
-    if total > limit:
+    if not machine.gpus and total > limit:
         largest = max(needed, key=needed.__getitem__)
         yield Problem(
             (("buckets", largest, "kv_tokens"), ("buckets", largest, "workers")),
-            f"the KV caches of all workers need {_gib(total)} ({token_bytes} bytes per token), "
-            f"this machine has {_gib(machine.memory_bytes)}; "
-            f"use at most {limit // token_bytes} kv_tokens over all workers",
+            f"the KV caches of all workers need {_gib(total)} ({token_bytes[largest]} bytes per "
+            f"token), this machine has {_gib(machine.memory_bytes)}; "
+            f"use at most {limit // token_bytes[largest]} kv_tokens over all workers",
         )
 
 

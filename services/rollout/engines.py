@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import structlog
 
 from common.config import BucketConfig, Config
+from common.errors import ConfigError
 from services.rollout import vllm_settings
 from services.rollout.engine import Engine
 
@@ -23,6 +24,12 @@ def make_engine(config: Config, bucket: BucketConfig, worker_index: int, run_id:
     kind = bucket.engine
     if kind == "auto":
         kind = "vllm" if vllm_usable(cpus, bucket.tensor_parallel) else "torch"
+    if kind != "vllm" and bucket.tensor_parallel > 1:
+        raise ConfigError(
+            f'bucket "{bucket.name}": the {kind} engine cannot split a model over '
+            f"{bucket.tensor_parallel} devices, and vLLM is not usable here; run scripts/setup, or "
+            "use tensor_parallel = 1"
+        )
     # Imported here: torch and vLLM are large, and the base install has neither.
     match kind:
         case "vllm":

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from jinja2 import TemplateError
-
 from common.errors import ConfigError
 from common.messages.tools import ChatMessage, ToolSpec
 
@@ -64,8 +62,8 @@ class HuggingFaceTokenizer:
                 add_generation_prompt=open_turn,
                 tokenize=False,
             )
-        except TemplateError as error:
-            raise TemplateRefused(str(error)) from error
+        except Exception as error:  # A template can divide by zero.
+            raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -89,8 +87,13 @@ def load_tokenizer(path: str) -> ChatTokenizer:
         raise ConfigError(f"model.path: {path} is not a directory")
     try:
         tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path} has no tokenizer that loads ({error})") from error
+        tokenizer.encode("")  # Some of what is wrong shows only here.
+    except Exception as error:  # transformers and tokenizers raise anything for a malformed file.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(
+            f"model.path: {path} has no tokenizer that loads ({reason}); copy the files of the "
+            "model there again"
+        ) from error
     if not tokenizer.chat_template:
         raise ConfigError(
             f"model.path: the tokenizer in {path} has no chat template; "

@@ -189,6 +189,109 @@ def test_devices_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "one worker would need 2 GPUs, this machine has 1" in problem
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"architectures": {"LlamaForCausalLM": 1}},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [None, [1]]},
+        {"model_type": ["llama"]},
+    ],
+)
+def test_a_description_of_the_wrong_shape_is_a_problem_and_no_crash(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    (problem,) = check(model(tmp_path, **changes))
+    assert problem.startswith("5: model.path: ")
+
+
+@pytest.mark.parametrize("number", [True, 0, -3, 2**40, 1.5, "8", [8], None])
+def test_a_number_that_counts_nothing_is_not_calculated_with(number: Any, tmp_path: Path) -> None:
+    names = [name for name, value in LLAMA.items() if isinstance(value, int)]
+    directory = model(tmp_path, **dict.fromkeys(names, number))
+    assert check(directory, "buckets.0.kv_tokens=2000000000", "buckets.0.tensor_parallel=2") == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "\ud800", "\0"])
+def test_a_file_that_no_parser_takes_counts_as_empty(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    directory = model(tmp_path)
+    (directory / name).write_text(content, errors="surrogatepass")
+    (problem,) = check(directory)
+    assert "config.json is missing or no JSON object" in problem or "chat template" in problem
+
+
+@pytest.mark.parametrize("files", [5, ["a"], {"a": 5, "b": ["c"]}, {"a": "\0"}, None])
+def test_an_index_of_the_wrong_shape_is_no_crash(files: Any, tmp_path: Path) -> None:
+    directory = model(tmp_path)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert len(check(directory)) <= 1
+
+
+SPLIT = ("buckets.0.tensor_parallel=2",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 9, "num_key_value_heads": 9}, "it has 9 attention heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, "it has 3 key-value heads"),
+        ({"intermediate_size": 513}, "its feed-forward layers are 513 wide"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (problem,) = check(model(tmp_path, **changes), *SPLIT)
+    assert problem.startswith(f"override '{SPLIT[0]}': buckets.0.tensor_parallel: ")
+    assert f"cannot be split over 2 devices: {reason}" in problem
+    assert "use tensor_parallel = 1" in problem
+
+
+@pytest.mark.parametrize(("kv_heads", "vocabulary"), [(1, 257), (2, 300), (8, 64)])
+def test_few_key_heads_and_an_odd_vocabulary_can_be_split(
+    kv_heads: int, vocabulary: int, tmp_path: Path
+) -> None:
+    directory = model(tmp_path, num_key_value_heads=kv_heads, vocab_size=vocabulary)
+    assert check(directory, *SPLIT) == []
+
+
+def test_a_vocabulary_splits_in_blocks(tmp_path: Path) -> None:
+    directory = model(
+        tmp_path, num_attention_heads=6, num_key_value_heads=6, hidden_size=192, vocab_size=257
+    )
+    three = Machine(frozenset({0, 1, 2}), 0, MACHINE.memory_bytes, MACHINE.packages)
+    (problem,) = check(directory, "buckets.0.tensor_parallel=3", machine=three)
+    assert "fills its vocabulary up to a multiple of 64; use tensor_parallel = 1 or 2" in problem
+
+
+def test_copied_key_heads_need_memory_on_every_rank(tmp_path: Path) -> None:
+    directory = model(tmp_path, num_key_value_heads=1)
+    big = "buckets.0.kv_tokens=5000000"
+    assert check(directory, big) == []
+    (problem,) = check(directory, big, *SPLIT)
+    assert "2048 bytes per token" in problem
+
+
+def test_only_vllm_serves_a_split_bucket(tmp_path: Path) -> None:
+    torch_alone = Machine(MACHINE.cores, 0, MACHINE.memory_bytes, frozenset({"torch"}))
+    (problem,) = check(model(tmp_path), "buckets.0.engine=auto", *SPLIT, machine=torch_alone)
+    assert "vllm is not installed here for tensor_parallel > 1" in problem
+
+
+def test_split_workers_on_one_machine_share_no_gpu(tmp_path: Path) -> None:
+    gpus = Machine(MACHINE.cores, 2, MACHINE.memory_bytes, MACHINE.packages)
+    two = (*SPLIT, "buckets.0.workers=2")
+    directory = model(tmp_path)
+    (problem,) = check(directory, *two, machine=gpus)
+    assert "need 4 GPUs together, this machine has 2" in problem
+    assert check(directory, *SPLIT, machine=gpus) == []
+    assert check(directory, *two, "coordinator.address=tcp://node-0:7070", machine=gpus) == []
+
+
 def test_this_machine_has_a_core_and_memory() -> None:
     machine = this_machine()
     assert machine.cores
