@@ -202,9 +202,9 @@ class Store:
         rows = self._all(sql, values)
         return (rows[0][0] or 0) if rows else 0
 
-    def rows(self, sql: str) -> list[tuple[Any, ...]]:
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Whatever a query gives."""
-        return self._all(sql, ())
+        return self._all(sql, values)
 
     def tally(self, sql: str) -> dict[str, int]:
         """Counts by name, from a query that gives both."""
