@@ -46,3 +46,35 @@ def test_busy_is_the_time_in_which_something_was_live() -> None:
     accounting.begin("c", 1)
     clock.now_s = 15.0
     assert accounting.load().busy_s == 2.0 + 1.0 + 4.0
+
+
+def test_a_request_waits_until_it_is_in_the_batch() -> None:
+    accounting = Accounting(100, Clock())
+    accounting.begin("a", 30)
+    assert accounting.load().waiting == 1
+    accounting.started("a")
+    accounting.started("over already")
+    load = accounting.load()
+    assert (load.running, load.waiting) == (1, 0)
+
+
+def test_times_are_weighed_with_what_was_held_then() -> None:
+    clock = Clock()
+    accounting = Accounting(100, clock)
+    for now_s, change in enumerate(
+        (
+            lambda: accounting.begin("a", 10),
+            lambda: accounting.started("a"),
+            lambda: accounting.begin("b", 20),
+            lambda: accounting.sampled("b", 5),
+            lambda: accounting.end("a"),
+            lambda: accounting.end("b"),
+        )
+    ):
+        clock.now_s = float(now_s)
+        change()
+    clock.now_s = 100.0
+    load = accounting.load()
+    assert load.busy_s == 5.0
+    assert load.running_s == 0 + 1 + 1 + 2 + 1
+    assert load.kv_tokens_used_s == 10 + 10 + 30 + 35 + 25

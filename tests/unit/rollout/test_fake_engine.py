@@ -89,3 +89,37 @@ def test_a_cached_context_moves_between_engines_of_one_version_only() -> None:
         assert await target.export_kv([65, 66]) is None
 
     run_sim(scenario())
+
+
+def test_what_is_not_cached_and_what_is_moved_cost_time() -> None:
+    async def scenario() -> tuple[float, float, float, int]:
+        def costly() -> FakeEngine:
+            return FakeEngine(token_s=0.0, prefill_token_s=0.5, transfer_token_s=0.125)
+
+        source, target = await ready(costly()), await ready(costly())
+        loop = asyncio.get_running_loop()
+        fresh = await source.generate(request(max_tokens=1))
+        state = await source.export_kv([65, 66])
+        assert state is not None
+        before = loop.time()
+        assert await target.import_kv(state)
+        moved_s = loop.time() - before
+        longer = GenerateRequest("b", [65, 66, 67], 1, 1.0, 0)
+        return (
+            fresh.queue_s,
+            moved_s,
+            (await target.generate(longer)).queue_s,
+            target.prefill_tokens,
+        )
+
+    assert run_sim(scenario()) == pytest.approx((1.0, 0.25, 0.5, 1))
+
+
+def test_the_least_recently_used_context_is_forgotten() -> None:
+    async def scenario() -> list[bool]:
+        engine = await ready(FakeEngine(slots=1))
+        for start in (0, 1, 0, 2):
+            await engine.generate(GenerateRequest("a", [70 + start] * 3, 1, 1.0, 0))
+        return [await engine.export_kv([70 + start] * 3) is not None for start in (0, 1, 2)]
+
+    assert run_sim(scenario()) == [True, False, True]

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 
 from common.errors import ShardCorrupt, VersionGone
 from common.messages.coordinator import Manifest
-from services.rollout.segment import Segment, open_checked
+from services.rollout.segment import Segment, copy_checked, open_checked
 from tests.support.models import write_segment
 
 STATE = {
@@ -64,3 +65,25 @@ def test_a_missing_file_is_a_version_gone(manifest: Manifest) -> None:
     Path(manifest.segment).unlink()
     with pytest.raises(VersionGone):
         Segment.open(manifest)
+
+
+def test_copies_stay_when_the_file_is_written_again(manifest: Manifest) -> None:
+    copies = copy_checked(manifest)
+    Path(manifest.segment).write_bytes(bytes(manifest.length))
+    assert all(torch.equal(copies[name], tensor) for name, tensor in STATE.items())
+
+
+def test_a_writer_that_comes_while_it_is_copied_is_found(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = Segment.tensors
+
+    def overtaken(segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors(segment)
+        with Path(manifest.segment).open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+
+    monkeypatch.setattr(Segment, "tensors", overtaken)
+    with pytest.raises(ShardCorrupt, match="chunk 0"):
+        copy_checked(manifest)
