@@ -16,7 +16,8 @@ from services.scheduler.store import Store
 
 LEDGER = "ledger.sqlite"
 RUNS = Path("runs")
-WIDTH_MIN = 100
+NBSP = "\N{NO-BREAK SPACE}"
+WIDTH_MIN = 140
 """Columns of a table that is not read on a terminal."""
 SAID = {
     DecisionKind.PLACED: "placed",
@@ -138,7 +139,7 @@ def _cells(chapter: Chapter) -> list[str]:
         escape(_reason(chapter)),
         expected,
         "" if chapter.actual is None else f"{chapter.actual:,}",
-        "  ".join(f"{w.worker} {_cost(w.cost_s, w.move_s)}" for w in chapter.weighed),
+        "  ".join(f"{w.worker}{NBSP}{_cost(w.cost_s, w.move_s)}" for w in chapter.weighed),
     ]
 
 
@@ -163,7 +164,7 @@ def _reason(chapter: Chapter) -> str:
 
 
 def _cost(cost_s: float, move_s: float) -> str:
-    return f"{cost_s:.2f} ({move_s:.2f})" if move_s else f"{cost_s:.2f}"
+    return f"{cost_s:.2f}{NBSP}({move_s:.2f})" if move_s else f"{cost_s:.2f}"
 
 
 def _end(story: Story, now: float, *, run_ended: bool) -> str:
@@ -176,7 +177,7 @@ def _end(story: Story, now: float, *, run_ended: bool) -> str:
     if run_ended:
         return f"[bold]the run ended while it was {story.state}[/]"
     since = "" if story.since is None else f" for {max(0.0, now - story.since):.0f} s"
-    return f"[bold]{story.state}: it waits{since} {story.waits_for}[/]"
+    return f"[bold]{story.state}{since}; waits {story.waits_for}[/]"
 
 
 # ── a group ──────────────────────────────────────────────────────────────────────────────────
