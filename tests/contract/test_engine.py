@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import EngineError, ShardCorrupt, VersionGone
-from services.rollout.engine import FinishReason, Generation
+from services.rollout.engine import FinishReason, Generation, KvState
 from services.rollout.fake_engine import FakeEngine
 from tests.support.engines import CONTEXT_TOKENS, LOWERCASE, Subject
 
@@ -296,6 +296,19 @@ async def test_logprobs_are_those_of_transformers(
             )
             assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
         await model_subject.apply()
+
+
+async def test_a_cache_is_given_and_taken_or_both_are_refused(subject: Subject) -> None:
+    generation = await subject.generate(temperature=0.0)
+    context = [*subject.request().context, *generation.tokens]
+    state = await subject.engine.export_kv(context)
+    assert (state is None) == (subject.kind == "vllm")
+    if state is not None:
+        assert list(state.context) == context[: len(state.context)]
+        assert len(state.context) >= len(context) - 1
+        assert await subject.engine.import_kv(state)
+    assert not await subject.engine.import_kv(KvState(context, subject.engine.version, b"x"))
+    assert (await subject.generate(temperature=0.0)).tokens == generation.tokens
 
 
 async def test_closing_twice_is_fine(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Generator
 
 import pytest
@@ -342,6 +343,24 @@ def test_a_process_can_be_stopped_while_its_engine_starts() -> None:
             return asyncio.get_running_loop().time()
 
     assert run_sim(scenario()) < 5
+    assert engine.closed
+
+
+async def test_the_event_loop_goes_on_while_the_engine_is_made() -> None:
+    engine = says(ANSWER)
+    proceed, stopping = threading.Event(), asyncio.Event()
+
+    def slow_factory(*_: object) -> ScriptedEngine:
+        assert proceed.wait(10.0)
+        return engine
+
+    async with process(SimNetwork(0), "rollout", "short-0", config=rollout_config()) as runtime:
+        service = RolloutService(runtime, slow_factory, lambda _path: TINY)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(service.run(stopping))
+            await asyncio.sleep(0.01)
+            stopping.set()
+            proceed.set()
     assert engine.closed
 
 
