@@ -11,6 +11,7 @@ from typing import Literal
 
 from common.errors import ConfigError, RunFailed
 from common.weights import version_id
+from services.scheduler.predictor.residual import ResidualPredictor
 from services.scheduler.routing.fleet import BucketShape
 from services.scheduler.routing.policies import RoutingParams, make_policy
 from services.scheduler.routing.policy import Policy
@@ -19,7 +20,6 @@ from services.scheduler.tasks import TaskOrder
 from services.simulator.cluster import Cluster
 from services.simulator.desk import Desk
 from services.simulator.engine import EngineModel
-from services.simulator.learning import make_predictor
 from services.simulator.measures import Measures, RunResult, percentile
 from services.simulator.network import Network
 from services.simulator.office import Office
@@ -94,7 +94,7 @@ class World:
         params = RoutingParams(context_tokens_max=scenario.cluster.context_tokens_max)
         if scenario.policy == ORACLE:
             return make_policy("libra", params, OraclePredictor(self.scripts))
-        return make_policy(scenario.policy, params, make_predictor(params))
+        return make_policy(scenario.policy, params, ResidualPredictor())
 
     @property
     def workers(self) -> list[SimWorker]:
