@@ -108,6 +108,8 @@ class Preset:
     """P(the first turn calls no tool)."""
     stop: float
     """P(a later turn calls no tool), before the effect of the last outcome."""
+    stop_turns: int
+    """The turn at which that holds, its odds growing with the square of the turn; 0: at each."""
     bad_first: float
     """P(the first call goes wrong)."""
     bad_after_ok: float
@@ -159,6 +161,7 @@ SEARCH_R1 = Preset(
     turns_max=5,
     stop_first=0.05,
     stop=0.35,
+    stop_turns=0,
     bad_first=0.3,
     bad_after_ok=0.24,
     bad_after_bad=0.56,
@@ -172,9 +175,12 @@ SEARCH_R1 = Preset(
     effects=Effects(length=1.5, hazard=1.6, cluster=0.9, difficulty=0.7),
     drift=Drift(4_000, 6_000, 300, 150, 45),
     dials=(
-        Dial(0.02, 0.149, 0.506, 6.769, 0.4),
-        Dial(0.2, 0.485, 0.502, 6.65, 0.4),
-        Dial(0.6, 1.185, 0.442, 6.136, 0.4),
+        Dial(0.0, 0.000, 0.522, 6.888, 0.241),
+        Dial(0.02, 0.166, 0.523, 6.865, 0.241),
+        Dial(0.1, 0.330, 0.512, 6.830, 0.241),
+        Dial(0.2, 0.485, 0.510, 6.784, 0.215),
+        Dial(0.4, 0.791, 0.507, 6.599, 0.215),
+        Dial(0.6, 1.190, 0.491, 6.274, 0.215),
     ),
 )
 
@@ -190,6 +196,7 @@ DAPO = Preset(
     turns_max=9,
     stop_first=0.1,
     stop=0.4,
+    stop_turns=0,
     bad_first=0.2,
     bad_after_ok=0.15,
     bad_after_bad=0.5,
@@ -199,9 +206,12 @@ DAPO = Preset(
     effects=Effects(length=1.5, hazard=1.6, cluster=0.9, difficulty=0.5),
     drift=Drift(2_500, 11_500, 400, 200, 60),
     dials=(
-        Dial(0.02, 0.202, 0.586, 6.296, 1.6),
-        Dial(0.2, 0.568, 0.580, 6.217, 1.6),
-        Dial(0.6, 1.283, 0.55, 5.551, 1.9),
+        Dial(0.0, 0.000, 0.594, 6.334, 1.561),
+        Dial(0.02, 0.210, 0.590, 6.341, 1.586),
+        Dial(0.1, 0.401, 0.589, 6.304, 1.625),
+        Dial(0.2, 0.592, 0.599, 6.237, 1.663),
+        Dial(0.4, 0.922, 0.607, 6.015, 1.828),
+        Dial(0.6, 1.372, 0.609, 5.528, 2.234),
     ),
 )
 
@@ -232,14 +242,15 @@ R2E = Preset(
     ),
     turns_max=40,
     stop_first=0.0,
-    stop=0.15,
+    stop=0.2,
+    stop_turns=8,
     bad_first=0.2,
     bad_after_ok=0.2,
     bad_after_bad=0.43,
     bad_statuses=((ToolStatus.ERROR, 0.97), (ToolStatus.TIMEOUT, 0.03)),
     sample_sd=0.2,
     turn_sd=0.5,
-    effects=Effects(length=0.9, hazard=2.5, cluster=1.5, difficulty=0.5),
+    effects=Effects(length=1.2, hazard=1.5, cluster=1.5, difficulty=0.6),
     drift=Drift(2_500, 11_500, 500, 200, 60),
     dials=(
         Dial(0.02, 0.287, 0.703, 5.147, 1.8),
@@ -254,9 +265,12 @@ DAPO_SHRINK = replace(
     about="competition mathematics with Python, learning to call it instead of thinking long",
     drift=Drift(10_000, 6_000, 400, 200, 60),
     dials=(
-        Dial(0.02, 0.202, 0.586, 7.7, -0.5),
-        Dial(0.2, 0.568, 0.580, 7.6, -0.5),
-        Dial(0.6, 1.283, 0.55, 7.0, -0.5),
+        Dial(0.0, 0.000, 0.588, 7.708, -0.521),
+        Dial(0.02, 0.231, 0.592, 7.714, -0.521),
+        Dial(0.1, 0.465, 0.583, 7.722, -0.546),
+        Dial(0.2, 0.702, 0.581, 7.680, -0.610),
+        Dial(0.4, 1.177, 0.573, 7.556, -0.750),
+        Dial(0.6, 1.726, 0.596, 7.333, -1.143),
     ),
 )
 

@@ -13,9 +13,8 @@ from random import Random
 from typing import Protocol
 
 from common.trajectory import ToolStatus
-from services.simulator import traces as recorded_traces
 from services.simulator.latency import RECORDED
-from services.simulator.traces import TraceTrajectory, TraceTurn
+from services.simulator.traces import TraceTrajectory, TraceTurn, read_traces
 from services.simulator.workload_presets import (
     PAPER_LIKE,
     PRESETS,
@@ -66,9 +65,7 @@ def make_workload(
     """
     kind, _, path = name.partition(":")
     if kind == "trace":
-        return ReplayedWorkload(
-            recorded_traces.read_traces(Path(path or trace)), seed=seed, scale=scale
-        )
+        return ReplayedWorkload(read_traces(Path(path or trace)), seed=seed, scale=scale)
     return ParametricWorkload(
         PRESETS[name], seed=seed, strength=PAPER_LIKE if strength is None else strength, scale=scale
     )
@@ -180,7 +177,7 @@ class ParametricWorkload:
             sampled = max(1, min(int(output), left))
             context += sampled
             over = len(turns) + 1 == preset.turns_max or sampled == left
-            if over or random.random() < self._stops(bad=bad):
+            if over or random.random() < self._stops(len(turns), bad=bad):
                 turns.append(TraceTurn(sampled, "", None, 0, None))
                 break
             bad = random.random() < self._goes_wrong(prompt.difficulty, bad=bad)
@@ -198,12 +195,15 @@ class ParametricWorkload:
             return 0.0
         return self._dial.effect * self._preset.effects.length * (0.75 if bad else -0.25)
 
-    def _stops(self, *, bad: bool | None) -> float:
-        """P(the turn calls no tool)."""
+    def _stops(self, turns: int, *, bad: bool | None) -> float:
+        """P(the turn calls no tool), after so many that did."""
         if bad is None:
             return self._preset.stop_first
         effect = self._dial.effect * self._preset.effects.hazard
-        return _moved(self._preset.stop, -0.75 * effect if bad else 0.25 * effect)
+        log_odds = -0.75 * effect if bad else 0.25 * effect
+        if self._preset.stop_turns:
+            log_odds += 2.0 * math.log(turns / self._preset.stop_turns)
+        return _moved(self._preset.stop, log_odds)
 
     def _goes_wrong(self, difficulty: float, *, bad: bool | None) -> float:
         """P(the call does not go well): trouble clusters, and some prompts are harder."""
