@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from services.scheduler.accuracy import Accuracy
 from services.scheduler.leases import Leases
 from services.scheduler.line import Line, key_of
 from services.scheduler.records import (
@@ -50,6 +51,7 @@ class Groups:
         """Why the run cannot go on, or empty."""
         self.counts: Counter[str] = Counter()
         """What happened since the last recorded step; names as in `metrics.jsonl`."""
+        self.accuracy = Accuracy()
         self.filtered_rewards: list[float] = []
         """Of the groups that were dropped for having equal ones, since the last recorded step."""
         self.ended_groups = Counter(
@@ -167,6 +169,8 @@ class Groups:
         assert row.ended
         self._leases.release(trajectory)
         self._leases.policy.end(trajectory.route, finished=row.usable)
+        if row.usable:
+            self.accuracy.note(trajectory.predicted, row.action_tokens)
         outcome.rows.append(row)
         reason = row.failure or row.stop_reason or ""
         self._leases.record(DecisionKind.ENDED, trajectory, now, outcome, reason)

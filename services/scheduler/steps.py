@@ -162,7 +162,7 @@ class Steps:
             filtered_rewards=self.groups.filtered_rewards,
             passed_s=passed_s,
         )
-        metrics |= {**extra, **finished.metrics}
+        metrics |= {**self.groups.accuracy.take(), **extra, **finished.metrics}
         self.groups.train(taken, outcome)
         self.groups.counts.clear()
         self.groups.filtered_rewards.clear()
