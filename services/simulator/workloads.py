@@ -5,6 +5,7 @@ A group depends on the seed, its index and its step alone, so every policy meets
 
 import math
 from bisect import bisect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -74,9 +75,9 @@ def make_workload(
 class ReplayedWorkload:
     """Recorded trajectories, group by group in an order that the seed decides, again and again.
 
-    Groups have the size of the largest recorded one (16 at most), so that a step trains equally
-    many from each; smaller ones are filled up from their own members in turn. Where no time of a
-    tool was recorded, one is drawn.
+    All groups have the commonest recorded size, since a step trains equally many from each: larger
+    ones are cut up, and what is left over is not played (nobody's sibling may be a copy of it).
+    Where no time of a tool was recorded, one is drawn.
     """
 
     def __init__(self, traces: Sequence[TraceTrajectory], *, seed: int, scale: float = 1.0) -> None:
@@ -85,8 +86,13 @@ class ReplayedWorkload:
         for trajectory in traces:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
         self.name = "trace"
-        self.group_size = min(16, max(len(members) for members in groups.values()))
-        self._groups = list(groups.values())
+        sizes = Counter(len(members) for members in groups.values())
+        size = self.group_size = max(sizes, key=lambda size: (sizes[size], size))
+        self._groups = [
+            members[start : start + size]
+            for members in groups.values()
+            for start in range(0, len(members) - size + 1, size)
+        ]
         self._seed = seed
         self._scale = scale
         self._orders: dict[int, list[int]] = {}
@@ -102,8 +108,8 @@ class ReplayedWorkload:
         members = self._groups[self._orders[epoch][place]]
         random = Random(f"{self._seed}/group/{index}")
         return [
-            self._scaled(members[number % len(members)], f"g{index}", number, random)
-            for number in range(self.group_size)
+            self._scaled(recorded, f"g{index}", number, random)
+            for number, recorded in enumerate(members)
         ]
 
     def _scaled(
