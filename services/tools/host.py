@@ -218,7 +218,7 @@ class ToolHost:
         try:
             tool, arguments = self._parse(session, request)
             value = await self._invoke_alone(session, tool, arguments, request.timeout_s)
-            status, content, done = outcomes.outcome_of_value(value)
+            status, content, done = outcomes.outcome_of_value(value, tool.read_status)
         except Busy:
             raise
         except Exception as error:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from common.messages.tools import ChatMessage, SessionGraded, SessionOpened
 from common.trajectory import FailureKind, ToolStatus
 from services.tools.schema import BadArguments
-from services.tools.sdk import EpisodeOver, ToolFault, ToolTimeout
+from services.tools.sdk import EpisodeOver, StatusReader, ToolFault, ToolTimeout
 from services.tools.threads import StillRunning
 
 CONTENT_MAX_CHARS = 8000
@@ -29,19 +29,33 @@ class NotAnAnswer(Exception):
     """A tool or grader returned something that is no answer. Its author's mistake."""
 
 
-def outcome_of_value(value: Any) -> tuple[ToolStatus, str, bool]:
+def outcome_of_value(
+    value: Any, read_status: StatusReader | None = None
+) -> tuple[ToolStatus, str, bool]:
     """Status, content, and whether the episode is over.
 
     Raises:
-        NotAnAnswer: JSON cannot express the value.
+        NotAnAnswer: JSON cannot express the value, or its status cannot be read.
     """
     if isinstance(value, EpisodeOver):
-        status, content, _ = outcome_of_value(value.content)
+        status, content, _ = outcome_of_value(value.content, read_status)
         return status, content, True
     content = render(value)
-    if not content:
-        return ToolStatus.EMPTY, EMPTY_CONTENT, False
-    return ToolStatus.OK, content, False
+    status = ToolStatus.OK if content else ToolStatus.EMPTY
+    if read_status is not None:
+        status = _read(read_status, content)
+    return status, cut(content) or EMPTY_CONTENT, False
+
+
+def _read(read_status: StatusReader, content: str) -> ToolStatus:
+    """Ask the author's reader; its failure is not the model's."""
+    try:
+        status = read_status(content)
+    except Exception as error:
+        raise NotAnAnswer(f"read_status failed: {described(error)}") from error
+    if not isinstance(status, ToolStatus):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise NotAnAnswer(f"read_status returned {type(status).__name__}, not a ToolStatus")
+    return status
 
 
 def outcome_of_error(error: Exception) -> tuple[ToolStatus, str]:
@@ -76,13 +90,13 @@ def described(error: Exception) -> str:
 
 
 def render(value: Any) -> str:
-    """A tool's answer as text that can travel: strings as they are, all else as JSON."""
+    """A tool's whole answer as text: strings as they are, all else as JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
-        return cut(value)
+        return value
     try:
-        return cut(json.dumps(value, ensure_ascii=False))
+        return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise NotAnAnswer(f"{type(value).__name__} is neither text nor JSON ({error})") from error
 

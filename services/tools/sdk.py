@@ -20,12 +20,14 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from common.config import ToolServerConfig
 from common.errors import ConfigError
 from common.messages.tools import ChatMessage, ToolSpec, TranscriptTurn
+from common.trajectory import ToolStatus
 from services.tools.schema import Arguments, arguments_of, location_of, name_of, summary_of
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Environment",
     "EpisodeOver",
     "InfrastructureFailure",
+    "StatusReader",
     "Tool",
     "ToolFault",
     "ToolTimeout",
@@ -91,6 +94,10 @@ def set_call_limit(limit_s: float) -> None:
     _CALL_LIMIT_S.set(limit_s)
 
 
+StatusReader = Callable[[str], ToolStatus]
+"""Reads a call's status from the text that the tool returned (JSON where it returned no text)."""
+
+
 @dataclass(frozen=True)
 class Tool:
     """A typed function that the model can call. Made by `@tool`."""
@@ -100,6 +107,8 @@ class Tool:
     arguments: Arguments
     function: Callable[..., Any]
     takes_self: bool
+    read_status: StatusReader | None = None
+    """For tools that say in their text only how a call went. Without it, what returns is ok."""
 
     def spec(self) -> ToolSpec:
         """The tool as the model is told of it."""
@@ -118,15 +127,35 @@ class Tool:
         return self.function(*arguments, **named)
 
 
-def tool(function: Callable[..., Any]) -> Tool:
-    """Make a tool of a function or method.
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+
+
+@overload
+def tool(*, read_status: StatusReader) -> Callable[[Callable[..., Any]], Tool]: ...
+
+
+def tool(
+    function: Callable[..., Any] | None = None, /, *, read_status: StatusReader | None = None
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a tool of a function or method: `@tool`, or `@tool(read_status=status_from_text)`.
 
     Its name, type hints and docstring are the tool's name, JSON schema and description; an
     `Args:` section describes the parameters.
 
+    Args:
+        function: The function.
+        read_status: Says from the returned text how the call went, where the tool does not raise.
+
     Raises:
         ConfigError: no docstring, a parameter without type hint, or one that JSON cannot fill.
     """
+    if function is None:
+        return partial(_made, read_status=read_status)
+    return _made(function, read_status)
+
+
+def _made(function: Callable[..., Any], read_status: StatusReader | None) -> Tool:
     takes_self = next(iter(inspect.signature(function).parameters), "") == "self"
     return Tool(
         name=name_of(function),
@@ -134,6 +163,7 @@ def tool(function: Callable[..., Any]) -> Tool:
         arguments=arguments_of(function),
         function=function,
         takes_self=takes_self,
+        read_status=read_status,
     )
 
 

@@ -34,6 +34,7 @@ from services.tools.sdk import (
     Transcript,
     tool,
 )
+from services.tools.statuses import status_from_text
 
 LIMIT_S = 0.05
 RELEASE = threading.Event()
@@ -59,6 +60,11 @@ class Lab(Environment):
         """Repeat."""
         self.runs.append(text)
         return text
+
+    @tool(read_status=status_from_text)
+    def shell(self, output: str) -> str:
+        """Say how it went in words only."""
+        return output
 
     @tool
     async def echo_async(self, text: str) -> str:
@@ -214,6 +220,9 @@ async def test_a_caller_that_goes_away_does_not_undo_its_call() -> None:
         ("fail", '{"how": "exit"}', ToolStatus.INFRASTRUCTURE, "SystemExit raised: 3"),
         ("fail", '{"how": "stop"}', ToolStatus.INFRASTRUCTURE, "StopIteration raised"),
         ("garbage", "{}", ToolStatus.INFRASTRUCTURE, "neither text nor JSON"),
+        ("shell", '{"output": "sh: 1: x: not found"}', ToolStatus.ERROR, "sh: 1: x: not found"),
+        ("shell", '{"output": "0 errors found"}', ToolStatus.OK, "0 errors found"),
+        ("echo", '{"text": "Error: quoted"}', ToolStatus.OK, "Error: quoted"),
     ],
 )
 async def test_every_call_ends_typed_and_the_session_goes_on(

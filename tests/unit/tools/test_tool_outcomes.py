@@ -19,6 +19,7 @@ from services.tools.outcomes import (
 )
 from services.tools.schema import BadArguments
 from services.tools.sdk import EpisodeOver, InfrastructureFailure, ToolFault, ToolTimeout
+from services.tools.statuses import status_from_text
 from services.tools.threads import StillRunning
 
 
@@ -42,6 +43,43 @@ def test_an_answer_is_rendered_as_text(value: Any, outcome: tuple[ToolStatus, st
 def test_a_long_answer_is_cut_and_says_so() -> None:
     _, content, _ = outcome_of_value("x" * (CONTENT_MAX_CHARS + 7))
     assert content.endswith("x\n[7 characters cut]")
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        ("bash: foo: command not found", ToolStatus.ERROR),
+        ({"error": "boom"}, ToolStatus.ERROR),
+        ({"status": "timed_out", "error": "killed"}, ToolStatus.TIMEOUT),
+        ("x" * CONTENT_MAX_CHARS + "\nexit code: 1", ToolStatus.ERROR),
+        (EpisodeOver("Error: lost"), ToolStatus.ERROR),
+        ("No results found.", ToolStatus.EMPTY),
+        (None, ToolStatus.EMPTY),
+        (5, ToolStatus.OK),
+        ("0 errors found", ToolStatus.OK),
+    ],
+)
+def test_a_reader_says_how_a_call_went_that_returned(value: Any, status: ToolStatus) -> None:
+    plain = outcome_of_value(value)
+    read = outcome_of_value(value, status_from_text)
+    assert read == (status, *plain[1:])
+
+
+def test_without_a_reader_nothing_is_guessed() -> None:
+    for value in ("Error: no", {"error": "boom"}, "Traceback (most recent call last)"):
+        assert outcome_of_value(value)[0] is ToolStatus.OK
+
+
+def test_a_reader_that_fails_is_the_authors_mistake() -> None:
+    def failing(text: str) -> ToolStatus:
+        raise ValueError(text)
+
+    def lying(_text: str) -> ToolStatus:
+        return "ok"  # type: ignore[return-value]
+
+    for reader in (failing, lying):
+        with pytest.raises(NotAnAnswer, match="read_status"):
+            outcome_of_value("fine", reader)
 
 
 def test_an_answer_that_is_no_json_is_the_authors_mistake() -> None:

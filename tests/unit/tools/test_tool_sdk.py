@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from common.errors import ConfigError
 from services.tools.schema import BadArguments, described_arguments
 from services.tools.sdk import Environment, Tool, Transcript, tool, tools_of
+from services.tools.statuses import status_from_text
 
 
 class Point(BaseModel):
@@ -181,6 +182,17 @@ def misnamed_search() -> Callable[..., Any]:
         return text
 
     return search
+
+
+def test_a_tool_may_bring_a_reader_of_its_status() -> None:
+    @tool(read_status=status_from_text)
+    def shell(command: str) -> str:
+        """Run a command."""
+        return command
+
+    assert shell.read_status is status_from_text
+    assert shell.spec() == tool(shell.function).spec()
+    assert search.read_status is None
 
 
 def test_argument_descriptions_may_hold_colons_and_lines() -> None:
