@@ -39,12 +39,15 @@ FORMAT = b"libra-routing-1\n"
 PATIENCE_S = 60.0
 """One that has waited for so long may go to a closed worker, as long as it is not really full."""
 URGENCY = 0.5
-"""Extra weight of a trajectory's own time for each time it is longer than the mean: whole groups
-are trained, so the others wait for the longest…"""
+"""Extra weight of the own time of a trajectory whose life, so far and still to come, is as long as
+the mean; it grows with the square of that length: whole groups are trained, and whoever is oldest
+or longest is whom the trainer will wait for…"""
 URGENCY_LONGEST = 4.0
-"""…up to so many times."""
-FEEDBACK_MAX = 4.0
+"""…up to so many times the mean."""
+FEEDBACK_MAX = 2.0
 """Slowed trajectories stay longer and slow others in turn; at most so many times."""
+STEP_GUESS_S = 0.03
+"""Seconds per token before any turn, to compare time that has passed with tokens to come."""
 MEAN_WEIGHT = 0.02
 """Of the newest in the running means of tokens, prompts and observations."""
 HABIT_TOKENS = 200.0
@@ -81,8 +84,11 @@ class Libra:
         self._speeds = Speeds()
         self._moves = MoveCosts()
         self._standings = Standings(params, self._speeds)
-        self._tokens_mean = 0.0
-        """Of the tokens still to come at a decision; 0 before the first."""
+        self._life_mean = 0.0
+        """At a decision: tokens still to come, and those that the time so far was worth; 0 before
+        the first."""
+        self._step_s = STEP_GUESS_S
+        """Seconds per token, over all turns."""
         self._prompt_mean = 0.0
         self._observed_mean = 0.0
         """Observation tokens per sampled one, over trajectories."""
@@ -110,6 +116,9 @@ class Libra:
 
     def turn_measured(self, measure: TurnMeasure) -> None:
         self._speeds.turn_measured(measure)
+        if measure.action_tokens > 1:
+            step_s = measure.decode_s / (measure.action_tokens - 1)
+            self._step_s += MEAN_WEIGHT * (step_s - self._step_s)
         if measure.running:
             self._standings.requests_seen(measure.peer, measure.running)
 
@@ -121,13 +130,13 @@ class Libra:
     def place(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
         self._standings.follow(fleet)
         residual = self._predictor.predict(route)
-        return self._place(route, self._need(route, residual), residual, terms)
+        return self._place(route, self._need(route, residual, terms.now), residual, terms)
 
     def returned(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
         self._predictor.returned(route)
         self._standings.follow(fleet)
         residual = self._predictor.predict(route)
-        need = self._need(route, residual)
+        need = self._need(route, residual, terms.now)
         here = self._standings.by_peer.get(route.worker)
         if here is None or here.worker.draining or here.worker.slots == 0:
             decision = self._place(route, need, residual, terms)
@@ -195,20 +204,23 @@ class Libra:
 
     # ── costs ────────────────────────────────────────────────────────────────────────────────
 
-    def _need(self, route: Route, residual: Residual) -> Need:
+    def _need(self, route: Route, residual: Residual, now: float) -> Need:
         tokens = max(1.0, residual.mean)
-        if self._tokens_mean:
-            self._tokens_mean += MEAN_WEIGHT * (tokens - self._tokens_mean)
+        whole = tokens + (now - route.waiting_since) / self._step_s
+        if self._life_mean:
+            self._life_mean += MEAN_WEIGHT * (whole - self._life_mean)
         else:
-            self._tokens_mean = tokens
+            self._life_mean = whole
         sampled, observed = route.action_tokens, route.observation_tokens
         context = route.prompt_tokens + sampled + observed or round(self._prompt_mean)
         growth = 1 + (observed + self._observed_mean * HABIT_TOKENS) / (sampled + HABIT_TOKENS)
         most = self._params.context_tokens_max
         end = min(context + tokens * growth, most)
         end_high = min(context + residual.p90 * growth, most)
-        longer = min(tokens / self._tokens_mean, URGENCY_LONGEST)
-        return Need(tokens, context, (context + end) / 2, int(end), end_high, 1 + URGENCY * longer)
+        longer = min(whole / self._life_mean, URGENCY_LONGEST)
+        return Need(
+            tokens, context, (context + end) / 2, int(end), end_high, 1 + URGENCY * longer * longer
+        )
 
     def _weigh_move(self, need: Need, here: Standing, there: Standing, enough_s: float) -> Option:
         """What it costs to go there. Where that is too much without the move, it is left out."""
@@ -260,7 +272,7 @@ class Libra:
         learned = {
             "speeds": self._speeds.dump(),
             "moves": self._moves.dump(),
-            "means": [self._tokens_mean, self._prompt_mean, self._observed_mean],
+            "means": [self._life_mean, self._step_s, self._prompt_mean, self._observed_mean],
         }
         return FORMAT + json.dumps(learned).encode() + b"\n" + self._predictor.dump()
 
@@ -273,5 +285,6 @@ class Libra:
         learned = json.loads(line)
         self._speeds.load(learned["speeds"])
         self._moves.load(learned["moves"])
-        self._tokens_mean, self._prompt_mean, self._observed_mean = learned["means"]
+        means = learned["means"]
+        self._life_mean, self._step_s, self._prompt_mean, self._observed_mean = means
         self._predictor.load(rest)
