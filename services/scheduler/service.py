@@ -16,7 +16,7 @@ from common.errors import (
 )
 from common.identity import Identity
 from common.membership import Membership
-from common.messages.coordinator import Fleet, GetFleet, MemberUpdate
+from common.messages.coordinator import MemberUpdate
 from common.messages.rollout import AssignTrajectory
 from common.messages.scheduler import (
     BatchOffer,
@@ -36,9 +36,8 @@ from common.messages.scheduler import (
 )
 from common.service import Runtime
 from services.scheduler.book import Book
-from services.scheduler.learning import policy_of
+from services.scheduler.learning import keep, restore
 from services.scheduler.ledger import FileLedger, Ledger, trained_after, turns_of
-from services.scheduler.metrics import idle_metrics
 from services.scheduler.pulse import Pulse
 from services.scheduler.records import MetaRow
 from services.scheduler.routing.policy import Policy
@@ -46,6 +45,7 @@ from services.scheduler.rules import Rules
 from services.scheduler.state import Assign, Outcome, TurnReply
 from services.scheduler.status import run_status
 from services.scheduler.tasks import TaskOrder, load_tasks, trajectory_seed
+from services.scheduler.watch import Watch
 from services.scheduler.wire import group_data, later_tokens
 
 log = structlog.get_logger()
@@ -57,7 +57,8 @@ OFFER_WAIT_S = 1.0
 ASSIGN_TIMEOUT_S = 5.0
 MOVE_TIMEOUT_S = 2.0
 """For the target of a move to say that it has the trajectory, while the source waits."""
-FLEET_TIMEOUT_S = 1.0
+SAVE_INTERVAL_S = 30.0
+"""Between two copies of what the routing policy has learned."""
 FAREWELL_S = 10.0
 """How long a failed run waits for its trainer to ask and be told why."""
 FLUSH_S = 0.5
@@ -69,8 +70,6 @@ RETRY_ELSEWHERE = (
     Refusal.STALE_FENCE,
 )
 """Refusals that say nothing against the trajectory. Others would come again from every worker."""
-WORKING_ROLES = ("rollout", "tools", "trainer")
-"""Roles that report how long they have worked; the others only wait for these."""
 
 
 class SchedulerService:
@@ -84,7 +83,7 @@ class SchedulerService:
         self._path = runtime.run_dir / "ledger.sqlite"
         self._task_rows = {task.task_id: task for task in load_tasks(runtime.config)}
         self._ledger = ledger or FileLedger(self._path, runtime.run_dir / "metrics.jsonl")
-        self._policy = policy or policy_of(runtime.config)
+        self._policy = policy or restore(runtime.config, runtime.run_dir)
         self._membership = Membership(runtime)
         self._tasks = asyncio.TaskGroup()
         self._moving: dict[str, asyncio.Task[TurnReply]] = {}
@@ -99,9 +98,7 @@ class SchedulerService:
         self._gone: list[str] = []
         """Rollout workers that left since the last look."""
         self._expire_at = 0.0
-        self._fleet = Fleet(members=[], version=-1, versions_published=0)
-        self._busy_at_step: dict[str, tuple[float, float]] = {}
-        self._idle_shares: dict[str, float] = {}
+        self._watch = Watch(self._membership)
         self._told = asyncio.Event()
         """The trainer has been told that the run failed."""
 
@@ -120,11 +117,13 @@ class SchedulerService:
                 loops = [
                     tasks.create_task(self._membership.run(), name="scheduler.membership"),
                     tasks.create_task(self._work(), name="scheduler.work"),
-                    tasks.create_task(self._watch_fleet(), name="scheduler.fleet"),
+                    tasks.create_task(self._watch.run(), name="scheduler.watch"),
+                    tasks.create_task(self._keep_learned(), name="scheduler.learned"),
                 ]
                 await stopping.wait()
                 for loop in loops:
                     loop.cancel()
+            await self._save_learned()
 
     async def _open_book(self) -> None:
         training = self._config.tasks
@@ -355,9 +354,9 @@ class SchedulerService:
         async with self._history:
             await self._ledger.room()
             step = self._book.step
-            reply, outcome = self._book.step_finished(finished, self._idle(), _now())
+            reply, outcome = self._book.step_finished(finished, self._watch.idle(), _now())
             if self._book.step > step:
-                self._busy_at_step = self._busy_now()
+                self._watch.step_finished()
             await self._commit(outcome)
         self._changed.beat()
         self._note_told(stop=reply.stop)
@@ -382,33 +381,14 @@ class SchedulerService:
     def _run_status(self, _sender: str, _request: GetRunStatus) -> RunStatus:
         return run_status(self._book, _now())
 
-    async def _watch_fleet(self) -> None:
-        """Keep the newest word on how busy everybody is; metrics only, so failures are no news."""
+    async def _keep_learned(self) -> None:
+        """A killed scheduler loses the learning of the last moments, and nothing else."""
         while True:
-            try:
-                self._fleet = await self._membership.ask_coordinator(
-                    GetFleet(), timeout_s=FLEET_TIMEOUT_S
-                )
-            except (TransportError, RequestRefused) as error:
-                log.debug("fleet.unknown", reason=type(error).__name__)
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(SAVE_INTERVAL_S)
+            await self._save_learned()
 
-    def _busy_now(self) -> dict[str, tuple[float, float]]:
-        return {
-            status.member.peer: (status.busy_s, status.uptime_s) for status in self._fleet.members
-        }
-
-    def _idle(self) -> dict[str, float]:
-        """Idle shares by role since the last step, or the last known ones after a short step."""
-        before = self._busy_at_step
-        spans: list[tuple[str, float, float]] = []
-        for status in self._fleet.members:
-            if status.member.role not in WORKING_ROLES:
-                continue
-            busy_s, uptime_s = before.get(status.member.peer, (0.0, 0.0))
-            spans.append((status.member.role, status.busy_s - busy_s, status.uptime_s - uptime_s))
-        self._idle_shares |= idle_metrics(spans)
-        return self._idle_shares
+    async def _save_learned(self) -> None:
+        await asyncio.to_thread(keep, self._policy.dump(), self._runtime.run_dir)
 
 
 def _now() -> float:
