@@ -142,7 +142,7 @@ class SchedulerConfig(Section):
         "mlfq",
         "least_load",
         "round_robin",
-    ] = "least_load"
+    ] = "libra"
     """How a worker is chosen. `libra`: least expected cost, and a move at a tool return where that
     saves enough. `cmlfq`: the published prefix tree, as printed. `la_mlfq`: the same, but it starts
     in the bucket of the expected length. `length_aware`: by expected length at the start, never
