@@ -250,12 +250,15 @@ R2E = Preset(
     bad_statuses=((ToolStatus.ERROR, 0.97), (ToolStatus.TIMEOUT, 0.03)),
     sample_sd=0.2,
     turn_sd=0.5,
-    effects=Effects(length=1.2, hazard=1.5, cluster=1.5, difficulty=0.6),
+    effects=Effects(length=1.2, hazard=1.5, cluster=1.5, difficulty=0.5),
     drift=Drift(2_500, 11_500, 500, 200, 60),
     dials=(
-        Dial(0.02, 0.287, 0.703, 5.147, 1.8),
-        Dial(0.2, 0.858, 0.602, 4.947, 2.0),
-        Dial(0.6, 1.904, 0.635, 4.535, 2.7),
+        Dial(0.0, 0.0, 0.388, 5.361, 1.561),
+        Dial(0.02, 0.286, 0.377, 5.353, 1.561),
+        Dial(0.1, 0.550, 0.352, 5.320, 1.586),
+        Dial(0.2, 0.765, 0.340, 5.255, 1.625),
+        Dial(0.4, 1.230, 0.335, 4.985, 1.770),
+        Dial(0.6, 2.363, 0.352, 3.700, 2.700),
     ),
 )
 
