@@ -15,6 +15,7 @@ from services.cli.simulate_progress import Bar
 from services.scheduler.routing.policies import POLICIES
 from services.simulator.cluster import CLUSTERS
 from services.simulator.compare import LIBRA, SHOWN, Comparison, Spread
+from services.simulator.experiments import EXPERIMENTS
 from services.simulator.measures import RunResult
 from services.simulator.runs import RunSpec, play_all, seeds_of
 from services.simulator.workload_presets import PRESETS
@@ -29,6 +30,7 @@ OF_ORACLE_MIN = 0.90
 MOVED_MAX = 0.15
 PLOTTED = ("tokens/s", "p99 s", "moved", "routed right")
 PIPED_COLUMNS = 160
+PERCENT = 100
 RANGED = ("tokens/s", "makespan s", "p99 s")
 """Columns that show the range; the JSON has all ranges."""
 SHARES = ("moved", "routed right")
@@ -196,6 +198,22 @@ def simulate_dial(asked: Asked, policies: Sequence[str], strengths: Sequence[flo
             for check in comparison_checks(point)
         ]
     return Simulated(BenchReport("simulate dial", figures, checks), titled)
+
+
+def run_experiment(name: str, *, seeds: int) -> BenchReport:
+    """One acceptance experiment.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in EXPERIMENTS:
+        raise ConfigError(f"--experiment: no experiment {name!r}; one of {', '.join(EXPERIMENTS)}")
+    with Bar(PERCENT) as bar:
+        result = EXPERIMENTS[name](range(seeds), lambda share: bar.at(share * PERCENT, name))
+    checks = [
+        Check(c.name, c.value, c.unit, f"{c.low:g} to {c.high:g}", c.ok) for c in result.checks
+    ]
+    return BenchReport(f"experiment {result.name}", result.figures, checks)
 
 
 def print_tables(comparisons: Sequence[tuple[str, Comparison]]) -> None:

@@ -41,7 +41,11 @@ def simulate(  # noqa: PLR0913  (one parameter for each option)
     if experiment:
         if ways or policy or workload or trace:
             raise ConfigError("--experiment: brings its own workload and policies; drop the rest")
-        raise ConfigError(f"--experiment: no experiment {experiment!r}")
+        report = simulations.run_experiment(experiment, seeds=seeds)
+        if not as_json:
+            report.print_table()
+            raise typer.Exit(report.exit_code)
+        _finish(report, as_json=as_json)
     spec = RunSpec(
         workload=workload or (simulations.TRACE if trace else "search-r1"),
         policy=policy,

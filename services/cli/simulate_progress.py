@@ -10,9 +10,9 @@ from services.simulator.runs import RunSpec
 
 
 class Bar:
-    """Counts runs. Shows nothing where nobody would see it move."""
+    """Counts runs, or per cents. Shows nothing where nobody would see it move."""
 
-    def __init__(self, runs: int) -> None:
+    def __init__(self, total: int) -> None:
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -23,7 +23,7 @@ class Bar:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("simulating", total=runs)
+        self._task = self._progress.add_task("simulating", total=total)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -36,6 +36,10 @@ class Bar:
         traceback: TracebackType | None,
     ) -> None:
         self._progress.stop()
+
+    def at(self, completed: float, what: str) -> None:
+        """So much is done."""
+        self._progress.update(self._task, completed=completed, description=what)
 
     def run_done(self, spec: RunSpec) -> None:
         """One run has ended."""

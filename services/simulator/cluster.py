@@ -75,10 +75,15 @@ class Cluster:
     buckets: tuple[SimBucket, ...]
     """Shortest context range first."""
     train_devices: int
-    groups_per_step: int
-    """So many that the workers' caches are full for most of a step."""
+    trajectories_per_step: int
+    """So many that the caches of TP 1 workers fill up where a policy starts everything on them,
+    and that the last few of a step still decide when it ends."""
     model: ModelShape = QWEN3_14B
     device: Device = A800
+
+    def groups_per_step(self, group_size: int) -> int:
+        """Groups of that size that make a step."""
+        return max(1, round(self.trajectories_per_step / group_size))
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -152,14 +157,14 @@ CLUSTERS = {
             "48 A800, Qwen3-14B: 16 for rollout in two nodes of TP 1, 1, 2, 4; 32 train",
             _pattern(2),
             train_devices=32,
-            groups_per_step=32,
+            trajectories_per_step=512,
         ),
         Cluster(
             "node",
             "24 A800, Qwen3-14B: one rollout node of TP 1, 1, 2, 4; 16 train",
             _pattern(1),
             train_devices=16,
-            groups_per_step=16,
+            trajectories_per_step=256,
         ),
     )
 }

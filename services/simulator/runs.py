@@ -51,7 +51,7 @@ class RunSpec:
             policy=self.policy,
             seed=self.seed,
             steps=self.steps,
-            groups_per_step=self.groups_per_step or cluster.groups_per_step,
+            groups_per_step=self.groups_per_step or cluster.groups_per_step(workload.group_size),
             max_staleness_steps=self.max_staleness_steps,
         )
         return World(scenario, workload)

@@ -18,7 +18,7 @@ SMALL = Cluster(
         SimBucket("long", 4, 40_960, (2,), slots=24),
     ),
     train_devices=8,
-    groups_per_step=4,
+    trajectories_per_step=16,
 )
 
 
