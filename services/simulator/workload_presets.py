@@ -173,7 +173,8 @@ SEARCH_R1 = Preset(
     sample_sd=0.3,
     turn_sd=0.5,
     effects=Effects(length=1.5, hazard=1.6, cluster=0.9, difficulty=0.7),
-    drift=Drift(4_000, 6_000, 300, 150, 45),
+    # As measured over eight seeds: a growth by a quarter.
+    drift=Drift(4_500, 5_700, 300, 150, 45),
     dials=(
         Dial(0.0, 0.000, 0.522, 6.888, 0.241),
         Dial(0.02, 0.166, 0.523, 6.865, 0.241),
