@@ -65,11 +65,14 @@ class RunResult:
     staleness_max: int
     steps: int
     trajectories: int
+    cut: int
+    """Trajectories that ended at the cluster's longest context instead of by themselves."""
     turns: int
     iterations: int
     """Of all engines."""
     events: int
     real_s: float
+    """Of processor time: what the run takes on a core that it has for itself."""
     trace: str
     """Equal for runs in which everything happened equally."""
 

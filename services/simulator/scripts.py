@@ -5,11 +5,11 @@ task in the order of admission alone, so every policy meets the same trajectorie
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.scheduler.tasks import TaskOrder
-from services.simulator.traces import TraceTrajectory
+from services.simulator.traces import TraceTrajectory, TraceTurn
 
 
 class Workload(Protocol):
@@ -58,11 +58,40 @@ class Script:
         )
 
 
+def cut(trace: TraceTrajectory, context_tokens_max: int) -> TraceTrajectory:
+    """The trajectory as a model with so long a context plays it: it ends where nothing more fits.
+
+    A prompt that leaves no room is cut, too, so that any recording can be played.
+    """
+    if trace.context_tokens <= context_tokens_max:
+        return trace
+    prompt = min(trace.prompt_tokens, context_tokens_max // 2)
+    context, kept = prompt, list[TraceTurn]()
+    for turn in trace.turns:
+        output = min(turn.output_tokens, context_tokens_max - context)
+        context += output + turn.observation_tokens
+        if output < turn.output_tokens or context >= context_tokens_max:
+            kept.append(TraceTurn(output, "", None, 0, None))
+            break
+        kept.append(turn)
+    return replace(trace, prompt_tokens=prompt, turns=tuple(kept))
+
+
 class Scripts:
     """All scripts of a run, made when first asked for."""
 
-    def __init__(self, workload: Workload, order: TaskOrder, *, groups_per_step: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        order: TaskOrder,
+        *,
+        groups_per_step: int,
+        context_tokens_max: int,
+    ) -> None:
+        self.cut = 0
+        """Trajectories that were too long for the context."""
         self._workload = workload
+        self._context_tokens_max = context_tokens_max
         self._groups_per_step = groups_per_step
         self._place_of = {order.at(place)[1]: place for place in range(order.length)}
         self._scripts: dict[str, Script] = {}
@@ -88,7 +117,9 @@ class Scripts:
         ids = [f"{group_id}.{number}" for number in range(self._workload.group_size)]
         self._groups[group_id] = ids
         for number, trajectory_id in enumerate(ids):
-            trace = traces[number % len(traces)]
+            recorded = traces[number % len(traces)]
+            trace = cut(recorded, self._context_tokens_max)
+            self.cut += trace is not recorded
             self._scripts[trajectory_id] = Script.of(trajectory_id, group_id, trace)
 
     def forget(self, group_id: str) -> None:

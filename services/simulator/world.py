@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import ConfigError, RunFailed
+from common.errors import RunFailed
 from common.weights import version_id
 from services.scheduler.predictor.residual import ResidualPredictor
 from services.scheduler.routing.fleet import BucketShape
@@ -64,12 +64,16 @@ class World:
 
     def __init__(self, scenario: Scenario, workload: Workload) -> None:
         self.scenario = scenario
-        self.workload = workload
         self.timeline = Timeline()
         self.network = Network()
         rules = _rules(scenario, workload)
         order = TaskOrder(_task_ids(rules), seed=scenario.seed, epochs=1)
-        self.scripts = Scripts(workload, order, groups_per_step=scenario.groups_per_step)
+        self.scripts = Scripts(
+            workload,
+            order,
+            groups_per_step=scenario.groups_per_step,
+            context_tokens_max=scenario.cluster.context_tokens_max,
+        )
         plans = scenario.cluster.workers()
         self.measures = Measures(
             self.timeline,
@@ -101,21 +105,6 @@ class World:
         """In the order of the cluster."""
         return list(self.office.workers.values())
 
-    def check_lengths(self) -> None:
-        """Refuse trajectories that not every worker could hold.
-
-        Raises:
-            ConfigError: saying how long one is, and what to do.
-        """
-        room = min(worker.plan.kv_tokens for worker in self.workers)
-        for place in range(self.scenario.steps * self.scenario.groups_per_step):
-            for trace in self.workload.group(place, place // self.scenario.groups_per_step):
-                if trace.context_tokens > room:
-                    raise ConfigError(
-                        f"--scale: trajectory {trace.trajectory_id} has {trace.context_tokens:,} "
-                        f"tokens, and the smallest worker's cache has room for {room:,}; lower it"
-                    )
-
     def run(self, on_step: Callable[[int], None] | None = None) -> RunResult:
         """Play to the last step.
 
@@ -123,12 +112,12 @@ class World:
             RunFailed: the run hangs, which is a fault of the scheduler or of the world.
         """
         self.trainer.on_step = on_step
-        started = time.perf_counter()
+        started = time.process_time()
         self._start()
         self.timeline.run()
         if not self.trainer.ended:
             raise RunFailed(f"step {self.trainer.step + 1} can never be complete in this world")
-        return self._result(time.perf_counter() - started)
+        return self._result(time.process_time() - started)
 
     def _start(self) -> None:
         for number, worker in enumerate(self.workers):
@@ -177,6 +166,7 @@ class World:
             staleness_max=max(staleness, default=0),
             steps=self.trainer.step,
             trajectories=len(measures.trajectory_s),
+            cut=self.scripts.cut,
             turns=measures.turns,
             iterations=sum(engine.iterations for engine in engines),
             events=self.timeline.events,

@@ -1,0 +1,122 @@
+"""`libra simulate`: what it refuses, and the shape of what it says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from services.cli.simulate import (
+    Asked,
+    check_spec,
+    comparison_checks,
+    parse_policies,
+    parse_strengths,
+    policy_names,
+    run_experiment,
+    simulate_compare,
+    simulate_dial,
+    simulate_one,
+)
+from services.cli.simulate_plots import check_plot
+from services.simulator.compare import Comparison
+from services.simulator.runs import RunSpec, play_all, seeds_of
+
+SPEC = RunSpec("search-r1", "least_load", steps=1, groups_per_step=2)
+
+
+def asked(spec: RunSpec = SPEC, plot: Path | None = None) -> Asked:
+    return Asked(spec, seeds=2, processes=1, plot=plot)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (RunSpec("chess", "libra"), "--workload: no workload 'chess'; one of"),
+        (RunSpec("search-r1", "libra", cluster="moon"), "--cluster: no cluster 'moon'; one of"),
+        (RunSpec("trace", "libra"), "--workload trace: needs --trace FILE"),
+        (RunSpec("trace", "libra", trace="no.jsonl"), "--trace: no.jsonl is no file"),
+        (RunSpec("dapo", "libra", trace="no.jsonl"), "--trace: replays a file, and dapo does not"),
+        (RunSpec("search-r1", "libra", scale=0.0), "--scale: 0 is not positive"),
+        (RunSpec("search-r1", "libra", strength=1.5), "--strength: 1.5 is no share of variance"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_the_name_of_its_option(
+    spec: RunSpec, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_spec(spec)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_spec(RunSpec("chess", "libra", cluster="moon", scale=-1.0))
+    assert len(caught.value.problems) == 3
+
+
+def test_policies_are_parsed_by_name_and_all_means_all() -> None:
+    assert parse_policies("--compare", "libra, oracle") == ["libra", "oracle"]
+    assert parse_policies("--compare", "all") == policy_names()
+    with pytest.raises(ConfigError, match="no policy 'best'; take all, or some of libra"):
+        parse_policies("--compare", "best")
+    with pytest.raises(ConfigError, match="named twice"):
+        parse_policies("--compare", "libra,libra")
+
+
+def test_strengths_are_shares() -> None:
+    assert parse_strengths("0.02,0.6") == [0.02, 0.6]
+    with pytest.raises(ConfigError, match="--dial: 'x' is no number"):
+        parse_strengths("0.02,x")
+    with pytest.raises(ConfigError, match="--dial: 2 is no share"):
+        parse_strengths("2")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        check_plot(tmp_path / "missing" / "a.png")
+    with pytest.raises(ConfigError, match=r"no \.png"):
+        check_plot(tmp_path / "a.doc")
+
+
+def test_an_unknown_experiment_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="no experiment 'A99'; one of A0, A1, A2, A8"):
+        run_experiment("A99", seeds=1)
+
+
+def test_one_policy_reports_its_figures_and_the_event_rate() -> None:
+    done = simulate_one(asked())
+    parsed = json.loads(done.report.to_json())
+    assert parsed["figures"]["least_load"]["tokens/s"]["median"] > 0
+    assert len(parsed["figures"]["least_load"]["runs"]) == 2
+    assert [check["name"] for check in parsed["checks"]] == ["events per second on one core"]
+
+
+@pytest.mark.slow
+def test_a_comparison_has_checks_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "policies.png"
+    done = simulate_compare(asked(plot=picture), ["libra", "least_load", "oracle"])
+    names = [check.name for check in done.report.checks]
+    assert names == [
+        "libra / least_load (the best other)",
+        "libra / oracle",
+        "tokens that libra moved",
+    ]
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_dial_gives_a_point_for_each_strength(tmp_path: Path) -> None:
+    picture = tmp_path / "dial.svg"
+    done = simulate_dial(asked(plot=picture), ["libra", "least_load"], [0.02, 0.6])
+    assert {"strength 0.02", "strength 0.6"} <= set(done.report.figures)
+    assert [check.limit for check in done.report.checks] == [">= 0.97", ">= 1", "<= 0.15"]
+    assert picture.stat().st_size > 0
+
+
+def test_ratios_are_taken_seed_by_seed() -> None:
+    comparison = Comparison.of(
+        play_all(seeds_of(SPEC, ["least_load", "round_robin"], 2), processes=1)
+    )
+    assert comparison.ratio("least_load", "least_load") == (1.0, 1.0, 1.0)
+    assert comparison.best_other() in {"least_load", "round_robin"}
+    assert comparison_checks(comparison, paper_like=True) == []
