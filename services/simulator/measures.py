@@ -49,8 +49,8 @@ class RunResult:
     moves_kv: int
     """Those whose cache came along."""
     routing_accuracy: float
-    """Share of tool returns at which the bucket of the length expected then (the present length,
-    where the policy expects none) is the bucket of the length at the end."""
+    """Share of tool returns at which the bucket of the length that was last expected (the present
+    length, where the policy never expects one) is the bucket of the length at the end."""
     placement_accuracy: float
     """Share of tool returns after which it is in the bucket of its length at the end."""
     idle: dict[str, float]
@@ -113,6 +113,8 @@ class Measures:
     """Of trajectories at their ends."""
     output_tokens: int = 0
     trained_tokens: int = 0
+    expected: dict[str, int] = field(default_factory=dict[str, int])
+    """Context at its end as last expected, by trajectory; of policies that expect one."""
     trained: dict[str, int] = field(default_factory=dict[str, int])
     """Step of each trained group."""
     ended: dict[str, TrajectoryRow] = field(default_factory=dict[str, TrajectoryRow])
@@ -155,6 +157,7 @@ class Measures:
         for script in self.scripts.group(group_id):
             self.ended.pop(script.trajectory_id, None)
             self.placed_at.pop(script.trajectory_id, None)
+            self.expected.pop(script.trajectory_id, None)
         self.scripts.forget(group_id)
 
     def _ended(self, row: TrajectoryRow) -> None:
@@ -165,8 +168,9 @@ class Measures:
         self.context_tokens += row.context_tokens
         self.output_tokens += row.action_tokens
 
-    def placed(self, order: Assign) -> None:
+    def placed(self, order: Assign, route: Route | None) -> None:
         """One that waited is on its way to a worker."""
+        self._note_expected(route)
         row, now = order.trajectory, self.timeline.now
         self._hasher.update(
             b"%s %s %.6f\n" % (row.trajectory_id.encode(), order.peer.encode(), now)
@@ -188,11 +192,17 @@ class Measures:
             self.paths[turn.move.path] += 1
         if turn.result is not None or route is None:
             return
+        self._note_expected(route)
         final = bisect_left(self.bounds, script.final_context_tokens)
-        expected = route.context_tokens if route.residual is None else route.kv_expected
+        expected = self.expected.get(route.trajectory_id, route.context_tokens)
         self.returns += 1
         self.returns_expected += bisect_left(self.bounds, expected) == final
         self.returns_placed += self.bucket_of.get(route.worker or peer, -1) == final
+
+    def _note_expected(self, route: Route | None) -> None:
+        """What was expected at the start counts until something else is."""
+        if route is not None and route.residual is not None:
+            self.expected[route.trajectory_id] = route.kv_expected
 
     def moved(self, row: TrajectoryRow) -> None:
         """A move was taken by its target."""

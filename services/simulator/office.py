@@ -69,7 +69,8 @@ class Office:
         self._work_set = False
         self._work_after = self._timeline.now + COMMIT_S
         for order in self._desk.work(self._timeline.now):
-            self._measures.placed(order)
+            route = self._desk.route(order.trajectory.trajectory_id)
+            self._measures.placed(order, route)
             worker = self.workers[order.peer]
             delay_s = COMMIT_S + self._latency_s(worker)
             self._timeline.after(delay_s, self._assign, order, worker)
