@@ -47,7 +47,8 @@ def waiting_for(book: Standing, now: float, first: Sequence[str] = ()) -> str:
         return f"the trainer, at step {book.step + 1}"
     ready = book.groups.count(GroupState.READY)
     text = f"step {book.step + 1}: {ready} of {book.rules.groups_per_step} groups are ready"
-    groups = [book.groups.alive[group_id] for group_id in first] or list(book.groups.in_line())
+    line = book.groups.in_line()
+    groups = [book.groups.alive[group_id] for group_id in first] or list(line)
     named = list(islice((t for g in groups for t in g.trajectories if t.running), NAMED_MAX))
     waiting = sum(group.waiting for group in groups)
     if named:
