@@ -1,6 +1,7 @@
 """A rollout worker while its engine is up: trajectories held, versions swapped in, reports made."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 import structlog
@@ -91,6 +92,8 @@ class Worker:
         self._held: dict[str, Held] = {}
         self._applying: dict[int, asyncio.Task[VersionApplied | WeightError]] = {}
         self._swapping = asyncio.Lock()
+        self._news = asyncio.Event()
+        """Something that the scheduler waits for: a report does not wait for its turn."""
         self._digest = ""
         self._draining = False
         self._tasks = asyncio.TaskGroup()
@@ -223,6 +226,7 @@ class Worker:
             apply_s = asyncio.get_running_loop().time() - started_s
             self._digest = manifest.digest
             self._membership.applied_version = manifest.version
+            self._news.set()
         log.info("version.applied", policy_version=manifest.version, duration_s=apply_s)
         return VersionApplied(version=manifest.version, digest=manifest.digest, apply_s=apply_s)
 
@@ -230,8 +234,11 @@ class Worker:
 
     async def _keep_reporting(self) -> None:
         while True:
+            self._news.clear()
             await self._report()
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._news.wait()
 
     async def _report(self) -> None:
         """Tell the scheduler what is held here, and drop what it does not count as ours."""

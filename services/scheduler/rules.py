@@ -7,6 +7,10 @@ from common.config import Config
 from services.scheduler.routing.fleet import BucketShape
 from services.scheduler.routing.outcomes import PayloadSizes
 
+GATHER_S = 0.1
+"""From a worker's report to placing: workers apply a version within moments of each other, and the
+first one that says so must not get all that waits for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -41,7 +41,7 @@ from services.scheduler.ledger import FileLedger, Ledger, trained_after, turns_o
 from services.scheduler.pulse import Pulse
 from services.scheduler.records import MetaRow
 from services.scheduler.routing.policy import Policy
-from services.scheduler.rules import Rules
+from services.scheduler.rules import GATHER_S, Rules
 from services.scheduler.state import Assign, Outcome, TurnReply
 from services.scheduler.status import run_status
 from services.scheduler.tasks import TaskOrder, load_tasks, trajectory_seed
@@ -89,6 +89,8 @@ class SchedulerService:
         self._moving: dict[str, asyncio.Task[TurnReply]] = {}
         """Moves under way, by trajectory."""
         self._changed = Pulse()
+        self._gathering = False
+        """A worker has reported, and others may within `GATHER_S`."""
         """Something may be placed now."""
         self._groups_changed = Pulse()
         """A batch may be complete now."""
@@ -276,9 +278,14 @@ class SchedulerService:
         drop, outcome = self._book.worker_reported(sender, name, report, _now())
         if outcome.rows:
             await self._commit(outcome)
-        if self._book.groups.needy():
-            self._changed.beat()
+        if self._book.groups.needy() and not self._gathering:
+            self._gathering = True
+            asyncio.get_running_loop().call_later(GATHER_S, self._gathered)
         return WorkerReported(drop=drop)
+
+    def _gathered(self) -> None:
+        self._gathering = False
+        self._changed.beat()
 
     async def _turn_finished(self, sender: str, turn: TurnFinished) -> TurnRecorded:
         await self._ledger.room()

@@ -7,6 +7,7 @@ a move is offered to its target while the worker that reported the turn waits: a
 from collections.abc import Callable
 
 from common.messages.scheduler import BatchOffer, ReportWorker, TurnFinished
+from services.scheduler.rules import GATHER_S
 from services.scheduler.state import Assign, TurnReply
 from services.simulator.desk import Desk
 from services.simulator.measures import Measures
@@ -17,9 +18,6 @@ from services.simulator.worker import SimWorker
 
 COMMIT_S = 0.002
 """Until rows are durable, with the others that share the transaction."""
-GATHER_S = 0.1
-"""After a report, before placing: the first worker that reports new weights must not get all that
-waits for them."""
 TICK_S = 1.0
 HANGS_AFTER_S = 20_000.0
 """Without any turn: longer than all turns, tools and train steps."""
