@@ -15,12 +15,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def adds_up(summary: dict[str, object]) -> bool:
-    """Every admitted trajectory is trained, dropped with a reason, or in flight."""
+    """Every admitted trajectory is trained, excluded or dropped with a reason, or in flight."""
     trajectories = summary["trajectories"]
     assert isinstance(trajectories, dict)
+    excluded = sum(trajectories["excluded"].values())  # Their groups are trained without them.
     dropped = sum(trajectories["dropped"].values())
     return trajectories["admitted"] == (
-        trajectories["trained"] + dropped + trajectories["in_flight"]
+        trajectories["trained"] + excluded + dropped + trajectories["in_flight"]
     )
 
 
