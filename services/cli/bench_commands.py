@@ -50,6 +50,14 @@ def overlap(
     _finish(bench_overlap(config=config, steps=steps, rounds=rounds), as_json=as_json)
 
 
+@bench.command()
+def scheduler(*, as_json: AsJson = False) -> None:
+    """Routing decisions per second and core, over whole trajectories, and memory."""
+    from services.cli.bench_scheduler import bench_scheduler
+
+    _finish(bench_scheduler(), as_json=as_json)
+
+
 def _finish(report: BenchReport, *, as_json: bool) -> None:
     if as_json:
         print(report.to_json())

@@ -15,7 +15,7 @@ from services.scheduler.routing.speeds import Speeds, StepTime
 GROWTH_SHARE = 0.6
 """Of the growth still expected of all trajectories on a worker, what it must hold at once: they
 do not all reach their ends together."""
-PRESSED_FROM = 0.7
+PRESSED_FROM = 0.85
 """Share of the cache from which an engine is taken to be slowed by preemption now and then…"""
 PRESSED_BY = 4.0
 """…by so much times the square of what is beyond it."""
