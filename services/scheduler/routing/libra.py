@@ -147,7 +147,7 @@ class Libra:
         enough_s = stay.cost_s * (1 - self._params.move_saving_min)
         options = [stay]
         for bucket in self._standings.buckets:
-            there = bucket.best(terms, here)
+            there = bucket.better(terms, here) if bucket is here.bucket else bucket.best(terms)
             if there is not None:
                 options.append(self._weigh_move(need, here, there, enough_s))
         options.sort(key=COST)
@@ -162,7 +162,7 @@ class Libra:
         home = self._home(route, terms)
         options = [] if home is None else [self._weigh(need, home, shared=True)]
         for bucket in self._standings.buckets:
-            there = bucket.best(terms, None)
+            there = bucket.best(terms)
             if there is not None and there is not home:
                 options.append(self._weigh(need, there, shared=False))
         if not options:

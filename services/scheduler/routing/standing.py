@@ -89,24 +89,29 @@ class BucketStanding:
         self.scores: list[float] = []
         """By position in `workers`, lower is better; infinite for one that takes nothing."""
 
-    def best(self, terms: Terms, besides: Standing | None) -> Standing | None:
+    def best(self, terms: Terms) -> Standing | None:
         """The worker with the best score that may be given a trajectory under these terms."""
         scores = self.scores
-        if not scores:
-            return None
-        score = min(scores)
+        score = min(scores, default=inf)
         if score == inf:
             return None
         found = self.workers[scores.index(score)]
-        if found is not besides and found.fulfils(terms):
+        if found.fulfils(terms):
             return found
         for score, position in sorted(zip(scores, range(len(scores)), strict=True)):
             found = self.workers[position]
-            if score == inf:
-                return None
-            if found is not besides and found.fulfils(terms):
+            if score < inf and found.fulfils(terms):
                 return found
         return None
+
+    def better(self, terms: Terms, here: Standing) -> Standing | None:
+        """As `best`, but only one that is faster than `here`, which is of this bucket, too."""
+        scores, position = self.scores, here.position
+        own, scores[position] = scores[position], inf
+        found = self.best(terms)
+        scores[position] = own
+        # What joins makes it slower still, so one that is no faster now never pays.
+        return found if found is not None and found.step_s < here.step_s else None
 
 
 class Standings:
