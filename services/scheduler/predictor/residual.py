@@ -17,7 +17,6 @@ import numpy as np
 from services.scheduler.predictor.features import (
     COLUMNS,
     NUMBERS,
-    TURN_MAX,
     Point,
     Progress,
     ToolCells,
@@ -42,10 +41,15 @@ _SPREAD_ROWS = 1024
 _SOLVE_ROWS_MIN = 4
 _SOLVE_ROWS_MAX = 512
 _SOLVE_SHARE = 8
-"""Weights are solved anew when an eighth of the rows is new, or 512 are."""
+"""Weights are solved anew when an eighth of the rows is new, those of unfinished trajectories
+included, or 512 are…"""
+_SOLVE_UNFINISHED = 64
+"""…or one for so many unfinished rows: one more turn of few says little of so many."""
 _GUESSED_SHARE = 0.05
 """Unfinished trajectories count in while they have this share of the rows."""
-_GUESSED_ROWS_MAX = 1024
+_GUESSED_ROWS_MAX = 512
+"""Of them, an even sample of so many stands for all: solving costs the same however many there
+are."""
 _LOG_REMAINING_MAX = 14.0
 _LIVE_TRUST = 0.5
 """Of an unfinished sibling's residual beside a finished one's."""
@@ -54,9 +58,20 @@ _LIVE_TRUST = 0.5
 class _Live:
     """A trajectory that has not ended."""
 
-    __slots__ = ("locations", "log_sampled", "points", "progress", "seen", "siblings", "version")
+    __slots__ = (
+        "locations",
+        "log_sampled",
+        "place",
+        "points",
+        "progress",
+        "seen",
+        "siblings",
+        "version",
+    )
 
     def __init__(self, progress: Progress, siblings: Siblings) -> None:
+        self.place = -1
+        """Among those that have had a turn, or -1."""
         self.progress = progress
         self.siblings = siblings
         self.points: list[Point] = []
@@ -83,6 +98,9 @@ class ResidualPredictor:
         self._pending = Rows()
         self._tools = ToolCells()
         self._live: dict[str, _Live] = {}
+        self._unfinished: list[_Live] = []
+        """Those of them that have had a turn, in no order."""
+        self._unfinished_rows = 0
         self._siblings: dict[str, Siblings] = {}
         self._numbered = 0
         self._points_since_solve = 0
@@ -101,8 +119,7 @@ class ResidualPredictor:
         self._live[route.trajectory_id] = live
         siblings.live += 1
         self._note(live, start_point())
-        for turn in range(route.turns):
-            self._advance(live, route, turn)
+        self._catch_up(live, route)
 
     def returned(self, route: Route) -> None:
         """It has one outcome more."""
@@ -110,9 +127,8 @@ class ResidualPredictor:
         if live is None:
             self.begin(route)
             return
-        for turn in range(len(live.points) - 1, route.turns):
-            self._advance(live, route, turn)
-        if self._points_since_solve >= self._solve_after():
+        self._catch_up(live, route)
+        if self._points_since_solve >= self._solve_after() and (self._sums.count or self._pending):
             self.settle()
 
     def predict(self, route: Route, *, tokens_since_return: int = 0) -> Residual:
@@ -145,6 +161,7 @@ class ResidualPredictor:
             live = self._stranger(route)
         siblings = live.siblings
         if known:
+            self._leave(known)
             siblings.live -= 1
             siblings.log_sum -= live.log_sampled
         total = route.action_tokens
@@ -155,6 +172,28 @@ class ResidualPredictor:
             self._learn(route, live, total)
         elif not siblings.finished and not siblings.live:
             self._siblings.pop(route.task_id or route.group_id, None)
+
+    def _catch_up(self, live: _Live, route: Route) -> None:
+        """Note the turns that a living one has had since."""
+        told = len(live.points)
+        for turn in range(told - 1, route.turns):
+            self._advance(live, route, turn)
+        if live.place >= 0:
+            self._unfinished_rows += len(live.points) - told
+        elif len(live.points) > 1:
+            live.place = len(self._unfinished)
+            self._unfinished.append(live)
+            self._unfinished_rows += len(live.points)
+
+    def _leave(self, live: _Live) -> None:
+        """It is not unfinished any more."""
+        if live.place < 0:
+            return
+        self._unfinished_rows -= len(live.points)
+        last = self._unfinished.pop()
+        if last is not live:
+            last.place = live.place
+            self._unfinished[last.place] = last
 
     def _learn(self, route: Route, live: _Live, total: int) -> None:
         task = route.task_id or route.group_id
@@ -243,8 +282,9 @@ class ResidualPredictor:
         return location + a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
 
     def _solve_after(self) -> int:
-        known = int(self._sums.count) // _SOLVE_SHARE
-        return min(_SOLVE_ROWS_MAX, max(_SOLVE_ROWS_MIN, known))
+        known = int(self._sums.count + self._unfinished_rows) // _SOLVE_SHARE
+        most = max(_SOLVE_ROWS_MAX, self._unfinished_rows // _SOLVE_UNFINISHED)
+        return min(most, max(_SOLVE_ROWS_MIN, known))
 
     def settle(self) -> None:
         """Take in what is pending and derive everything from the sums and the ring anew."""
@@ -259,7 +299,7 @@ class ResidualPredictor:
         if guessed is None:
             weights = self._sums.solve()
         else:
-            weights = self._sums.solve(guessed.batch())
+            weights = self._sums.solve(guessed.batch(), self._unfinished_rows / len(guessed))
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
         self._version += 1
@@ -271,13 +311,15 @@ class ResidualPredictor:
         self._start_spread = Spread(residuals[newest][starts])
 
     def _guess(self) -> Rows | None:
-        """Rows of unfinished trajectories, ended as is expected of them."""
-        lives = [live for live in self._live.values() if len(live.points) > 1]
-        rows = sum(len(live.points) for live in lives)
+        """Rows of unfinished trajectories, ended as is expected of them; an even sample."""
+        unfinished, rows = self._unfinished, self._unfinished_rows
         if not rows or rows < _GUESSED_SHARE * self._sums.count:
             return None
+        stride = -(-rows // _GUESSED_ROWS_MAX)
         guessed = Rows()
-        for live in lives:
+        # Another residue each time, so that all have their turn.
+        for place in range(self._version % min(stride, len(unfinished)), len(unfinished), stride):
+            live = unfinished[place]
             last = live.points[-1]
             location = self._regress(last)
             total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
