@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from common.blas import use_one_thread
 from common.errors import ConfigError, LibraError
 from common.logs import configure_logs
 from common.service import EXIT_CONFIG, EXIT_FAILED
@@ -97,6 +98,8 @@ def serve(
     """Run one process of a job; what compose and systemd call."""
     if service not in SERVICES:
         raise ConfigError(f"serve: no service {service!r}; one of {', '.join(sorted(SERVICES))}")
+    if service == "scheduler":
+        use_one_thread()
     module = importlib.import_module(f"services.{service}.service")
     raise typer.Exit(serve_main(service, getattr(module, SERVICES[service]), arguments or []))
 

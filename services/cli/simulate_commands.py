@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from common.blas import use_one_thread
 from common.errors import ConfigError
 from services.cli.bench import BenchReport
 
@@ -32,10 +33,7 @@ def simulate(  # noqa: PLR0913  (one parameter for each option)
     ] = False,
 ) -> None:
     """Judge scheduling policies in virtual time, with the code that schedules real runs."""
-    for library in ("OPENBLAS", "OMP", "MKL"):
-        # Before numpy is imported: its matrices are small here, and threads that spin beside the
-        # other processes' slow a run down several times over.
-        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+    use_one_thread()
     from services.cli import simulate as simulations
     from services.cli.simulate_plots import check_plot
     from services.simulator.runs import RunSpec
