@@ -39,12 +39,14 @@ _FIT_ROWS = 2048
 _SPREAD_ROWS = 1024
 """Newest rows that second moments and spread are measured on."""
 _SOLVE_ROWS_MIN = 4
-_SOLVE_ROWS_MAX = 512
+_SOLVE_ROWS_MAX = 1024
 _SOLVE_SHARE = 8
 """Weights are solved anew when an eighth of the rows is new, those of unfinished trajectories
 included, or 512 are…"""
 _SOLVE_UNFINISHED = 64
 """…or one for so many unfinished rows: one more turn of few says little of so many."""
+_LOOK_BACK_EVERY = 4
+"""Solutions, once the ring is well filled: looking at all past rows costs more than they do."""
 _GUESSED_SHARE = 0.05
 """Unfinished trajectories count in while they have this share of the rows."""
 _GUESSED_ROWS_MAX = 512
@@ -106,6 +108,9 @@ class ResidualPredictor:
         self._points_since_solve = 0
         self._weights: list[float] = [0.0] * COLUMNS
         self._version = 0
+        """Of the weights."""
+        self._looked = 0
+        """Times that past rows were looked at anew."""
         self._counts: list[float] = [0.0] * COLUMNS
         self._trust = fit(self._ring, np.zeros(0), 0)
         self._spread = Spread(np.zeros(0))
@@ -273,8 +278,8 @@ class ResidualPredictor:
             live.version = self._version
         location = live.locations[-1]
         siblings = live.siblings
-        if siblings.seen != self._version:
-            siblings.refresh(self._ring, self._version)
+        if siblings.seen != self._looked:
+            siblings.refresh(self._ring, self._looked)
         mean, finished, at_turn, count = siblings.means(point.cells[0] - NUMBERS)
         seen = live.seen[-1]
         a, b, c, d, e, f = signals(mean, finished, at_turn, count, seen.unfinished, seen.ahead)
@@ -303,6 +308,13 @@ class ResidualPredictor:
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
         self._version += 1
+        if not self._version % _LOOK_BACK_EVERY or ring.total < _FIT_ROWS:
+            self._look_back(weights)
+
+    def _look_back(self, weights: Array) -> None:
+        """Derive anew what past rows leave unexplained: siblings' word, and the spread."""
+        ring = self._ring
+        self._looked += 1
         residuals = ring.explain(weights)
         self._trust = fit(ring, residuals, _FIT_ROWS)
         newest = ring.newest(_SPREAD_ROWS)
