@@ -29,7 +29,12 @@ def measure_turn(
         if trajectory.came_from:
             leases.policy.move_measured(
                 MoveMeasure(
-                    trajectory.came_from, worker.bucket, move.path, move.tokens, move.seconds
+                    source_bucket=trajectory.came_from,
+                    target_bucket=worker.bucket,
+                    path=move.path,
+                    tokens=move.tokens,
+                    seconds=move.seconds,
+                    reason=move.reason,
                 )
             )
         if move.path == KV_PATH:

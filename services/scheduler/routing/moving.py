@@ -24,8 +24,10 @@ WORKS_FORGIVEN = 0.002
 """…until that share has grown back by so much with each move: the engine may have learned it."""
 
 
-BY_CHOICE = ("", "cheaper")
+BY_CHOICE = ("", "cheaper", "no_source", "local")
 """Reasons of recomputes that say nothing of whether a transfer would have worked."""
+FETCH_LOST = ("source_gone", "refused", "too_slow", "too_large", "corrupt", "engine")
+"""Reasons of recomputes whose time is in part that of a transfer that came to nothing."""
 
 
 class MovePath(NamedTuple):
@@ -106,7 +108,8 @@ class MoveCosts:
             pair.works += WORKS_WEIGHT * (1 - pair.works)
             pair.kv.add(measure.seconds, measure.tokens)
             return
-        pair.recompute.add(measure.seconds, measure.tokens)
+        if measure.reason not in FETCH_LOST:
+            pair.recompute.add(measure.seconds, measure.tokens)
         if pair.works < WORKS_MIN:
             pair.works += WORKS_FORGIVEN
         elif measure.reason not in BY_CHOICE:

@@ -1,6 +1,6 @@
 import pytest
 
-from services.scheduler.routing.moving import MoveCosts
+from services.scheduler.routing.moving import FETCH_LOST, MoveCosts
 from services.scheduler.routing.policy import MoveMeasure
 from services.scheduler.routing.speeds import guess
 
@@ -51,6 +51,15 @@ def test_transfers_that_never_work_are_given_up_and_tried_again_later() -> None:
         if costs.cheaper("short", "long", 10_000, PREFILL_S).path == "kv":
             return
     pytest.fail("never tried again")
+
+
+def test_the_time_of_a_lost_transfer_is_not_taken_for_a_recompute() -> None:
+    costs, never = told(("recompute", 500, 0.01)), told(("recompute", 500, 0.01))
+    for reason in FETCH_LOST:
+        costs.move_measured(MoveMeasure("short", "long", "recompute", 500, 5.2, reason))
+    way = costs.cheaper("short", "long", 500, PREFILL_S)
+    assert way.path == "recompute"
+    assert way.seconds == never.cheaper("short", "long", 500, PREFILL_S).seconds
 
 
 def test_costs_survive_dump_and_load() -> None:
