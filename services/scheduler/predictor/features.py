@@ -142,13 +142,14 @@ class Progress:
         self._kind = self._kind_before = 0
         self._log_sum = 0.0
         self._repeats = 0
-        self._sampled_in_turn = self._observed = -1
+        self._sampled_in_turn = -1
+        self._observed = -1
 
     def advance(self, outcome: ToolOutcome, sampled: int, context: int) -> Point:
         """One turn more: all action tokens and the context with this outcome's observation."""
         in_turn = sampled - self.sampled
-        observed = outcome.payload_tokens
-        self.turn = turn = self.turn + 1
+        observed: int = outcome.payload_tokens
+        self.turn += 1
         status = _STATUS[outcome.status]
         kind = status if status < 2 else 2  # a time-out is one more way of failing
         failed = status > 0

@@ -1,6 +1,6 @@
 """What a predictor has learned, as bytes: the sums, and the rows in the ring."""
 
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -45,9 +45,12 @@ class State:
         """
         try:
             fields = msgpack.unpackb(encoded)
-        except (ValueError, msgpack.UnpackException) as error:
+        except ValueError as error:
             raise ValueError("not a predictor's state") from error
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        if not isinstance(fields, dict):
+            raise ValueError("not a predictor's state")
+        fields = cast("dict[str, Any]", fields)
+        if fields.get("format") != FORMAT:
             raise ValueError(f"not a predictor's state of format {FORMAT}")
         self.clock: float = fields["clock"]
         self.sums_clock: float = fields["sums_clock"]
