@@ -47,9 +47,7 @@ class State:
             fields = msgpack.unpackb(encoded)
         except ValueError as error:
             raise ValueError("not a predictor's state") from error
-        if not isinstance(fields, dict):
-            raise ValueError("not a predictor's state")
-        fields = cast("dict[str, Any]", fields)
+        fields = cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
         if fields.get("format") != FORMAT:
             raise ValueError(f"not a predictor's state of format {FORMAT}")
         self.clock: float = fields["clock"]
