@@ -58,6 +58,20 @@ def scheduler(*, as_json: AsJson = False) -> None:
     _finish(bench_scheduler(), as_json=as_json)
 
 
+@bench.command()
+def predictor(
+    *,
+    as_json: AsJson = False,
+    trace: Annotated[list[Path], typer.Option(help="A recording; give it again for more.")],
+    live: Annotated[int, typer.Option(min=1, help="Trajectories at a time.")] = 64,
+    plot: Annotated[Path | None, typer.Option(help="Draw R² into this file.")] = None,
+) -> None:
+    """How well the tokens still to come are foreseen, on recordings."""
+    from services.cli.bench_predictor import bench_predictor
+
+    _finish(bench_predictor(traces=trace, live=live, plot=plot), as_json=as_json)
+
+
 def _finish(report: BenchReport, *, as_json: bool) -> None:
     if as_json:
         print(report.to_json())

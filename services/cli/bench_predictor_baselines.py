@@ -1,0 +1,133 @@
+"""What the residual predictor is compared with: single signals, and the published prefix tree.
+
+They learn from the same finished trajectories at the same moments. Each is as strong as it can
+fairly be: tables are shrunk towards coarser ones, and of several settings the best in hindsight
+counts; the tree averages logarithms, which are what it is judged by.
+"""
+
+from collections.abc import Callable
+from math import inf, log1p
+from typing import Protocol
+
+from services.scheduler.routing.route import Route
+from services.scheduler.routing.tree import PrefixTree, state_of
+
+GUESS = log1p(500)
+"""Before anything was learned."""
+HALF_LIVES = (inf, 300.0)
+"""Finished trajectories after which an observation counts half."""
+DOUBTS = (1.0, 5.0)
+"""Observations' worth of belief that a cell is like its parent."""
+TURN_MAX = 64
+
+
+class Estimator(Protocol):
+    """Expects log(1 + tokens still to come)."""
+
+    def expect(self, route: Route) -> float:
+        """After the route's last tool return."""
+        ...
+
+    def learn(self, route: Route) -> None:
+        """It finished."""
+        ...
+
+
+Keys = Callable[[Route, int], tuple[object, ...]]
+"""Cells of a route's turn, from the coarsest to the finest."""
+
+
+class Table:
+    """Means by cell, each drawn towards its parent's; older observations count less."""
+
+    def __init__(self, keys: Keys, half_life: float, doubt: float) -> None:
+        self._keys = keys
+        self._half_life = half_life
+        self._doubt = doubt
+        self._clock = 0
+        self._cells: dict[object, tuple[float, float, int]] = {}
+        """Sum, count, and the clock up to which both have aged."""
+
+    def _aged(self, key: object) -> tuple[float, float]:
+        total, count, clock = self._cells.get(key, (0.0, 0.0, self._clock))
+        share = 0.5 ** ((self._clock - clock) / self._half_life)
+        return total * share, count * share
+
+    def expect(self, route: Route) -> float:
+        """From the finest cell, which leans on the others."""
+        expected = GUESS
+        for key in ("all", *self._keys(route, route.turns - 1)):
+            total, count = self._aged(key)
+            doubt = 1.0 if key == "all" else self._doubt
+            expected = (total + doubt * expected) / (count + doubt)
+        return expected
+
+    def learn(self, route: Route) -> None:
+        """All its points."""
+        self._clock += 1
+        for turn, sampled in enumerate(route.action_tokens_at):
+            if sampled < route.action_tokens:
+                value = log1p(route.action_tokens - sampled)
+                for key in ("all", *self._keys(route, turn)):
+                    total, count = self._aged(key)
+                    self._cells[key] = (total + value, count + 1.0, self._clock)
+
+
+class Tree:
+    """The published prefix tree of prompts and exact histories."""
+
+    def __init__(self) -> None:
+        self._tree = PrefixTree()
+
+    def expect(self, route: Route) -> float:
+        """From the longest history that was seen before."""
+        found = self._tree.estimate(route.task_id, [state_of(each) for each in route.outcomes])
+        return GUESS if found is None else found.node.residual().mean
+
+    def learn(self, route: Route) -> None:
+        """All its points that were followed by more."""
+        points = [
+            (state_of(outcome), log1p(route.action_tokens - sampled))
+            for outcome, sampled in zip(route.outcomes, route.action_tokens_at, strict=True)
+            if sampled < route.action_tokens
+        ]
+        states, residuals = [state for state, _ in points], [residual for _, residual in points]
+        self._tree.insert(route.task_id, states, residuals, log1p(route.action_tokens))
+
+
+def _turn(route: Route, turn: int) -> tuple[object, ...]:
+    return (min(turn, TURN_MAX),)
+
+
+def _outcome(route: Route, turn: int) -> tuple[object, ...]:
+    outcome = route.outcomes[turn]
+    size = int(2 * log1p(outcome.payload_tokens))
+    named = (outcome.tool, outcome.status)
+    return (outcome.status, named, (*named, size))
+
+
+def _context(route: Route, turn: int) -> tuple[object, ...]:
+    size = log1p(route.context_tokens_at[turn])
+    return (("coarse", int(size)), ("fine", int(4 * size)))
+
+
+def _siblings(route: Route, turn: int) -> tuple[object, ...]:
+    return (route.task_id, (route.task_id, turn))
+
+
+SIGNALS: dict[str, Keys] = {
+    "turn": _turn,
+    "last_outcome": _outcome,
+    "context": _context,
+    "siblings": _siblings,
+}
+
+
+def baselines() -> dict[str, list[Estimator]]:
+    """By name, each in all its settings."""
+    made: dict[str, list[Estimator]] = {
+        name: [Table(keys, half, doubt) for half in HALF_LIVES for doubt in DOUBTS]
+        for name, keys in SIGNALS.items()
+    }
+    made["prefix_tree"] = [Tree()]
+    return made
