@@ -1,8 +1,9 @@
 """What the residual predictor is compared with: single signals, and the published prefix tree.
 
 They learn from the same finished trajectories at the same moments. Each is as strong as it can
-fairly be: tables are shrunk towards coarser ones, and of several settings the best in hindsight
-counts; the tree averages logarithms, which are what it is judged by.
+fairly be: tables are shrunk towards coarser ones, stand by themselves or correct the turn's, and
+of several settings the best in hindsight counts; the tree averages logarithms, which are what it
+is judged by.
 """
 
 from collections.abc import Callable
@@ -38,12 +39,18 @@ Keys = Callable[[Route, int], tuple[object, ...]]
 
 
 class Table:
-    """Means by cell, each drawn towards its parent's; older observations count less."""
+    """Means by cell, each drawn towards its parent's; older observations count less.
 
-    def __init__(self, keys: Keys, half_life: float, doubt: float) -> None:
+    With a `base`, they are means of what that one leaves unexplained.
+    """
+
+    def __init__(
+        self, keys: Keys, half_life: float, doubt: float, base: "Table | None" = None
+    ) -> None:
         self._keys = keys
         self._half_life = half_life
         self._doubt = doubt
+        self._base = base
         self._clock = 0
         self._cells: dict[object, tuple[float, float, int]] = {}
         """Sum, count, and the clock up to which both have aged."""
@@ -55,19 +62,26 @@ class Table:
 
     def expect(self, route: Route) -> float:
         """From the finest cell, which leans on the others."""
-        expected = GUESS
-        for key in ("all", *self._keys(route, route.turns - 1)):
+        return self.at(route, route.turns - 1)
+
+    def at(self, route: Route, turn: int) -> float:
+        """The same after an earlier turn."""
+        expected = 0.0 if self._base else GUESS
+        for key in ("all", *self._keys(route, turn)):
             total, count = self._aged(key)
             doubt = 1.0 if key == "all" else self._doubt
             expected = (total + doubt * expected) / (count + doubt)
-        return expected
+        return expected + (self._base.at(route, turn) if self._base else 0.0)
 
     def learn(self, route: Route) -> None:
         """All its points."""
         self._clock += 1
+        if self._base:
+            self._base.learn(route)
         for turn, sampled in enumerate(route.action_tokens_at):
             if sampled < route.action_tokens:
                 value = log1p(route.action_tokens - sampled)
+                value -= self._base.at(route, turn) if self._base else 0.0
                 for key in ("all", *self._keys(route, turn)):
                     total, count = self._aged(key)
                     self._cells[key] = (total + value, count + 1.0, self._clock)
@@ -124,10 +138,14 @@ SIGNALS: dict[str, Keys] = {
 
 
 def baselines() -> dict[str, list[Estimator]]:
-    """By name, each in all its settings."""
-    made: dict[str, list[Estimator]] = {
-        name: [Table(keys, half, doubt) for half in HALF_LIVES for doubt in DOUBTS]
-        for name, keys in SIGNALS.items()
-    }
+    """By name, each in all its settings: by itself, and on top of the turn, which costs nothing."""
+    made: dict[str, list[Estimator]] = {}
+    for name, keys in SIGNALS.items():
+        made[name] = [
+            Table(keys, half_life, doubt, base)
+            for half_life in HALF_LIVES
+            for doubt in DOUBTS
+            for base in (None, Table(_turn, half_life, DOUBTS[0]))
+        ]
     made["prefix_tree"] = [Tree()]
     return made
