@@ -2,10 +2,10 @@
 
 A decision is a placement or a tool return. What is timed around them is all that routing does in a
 trajectory's life: begin, place, count on the fleet, returns with their predictions, moves, measured
-turns and moves, workers' reports, the end, what is learned from it, and, every 10,000 decisions, a
-durable copy of all that was learned (a run makes one every 30 seconds). Trajectories are made
-beforehand. The figures are CPU time of this process, because the
-wall clock belongs to whoever else uses the machine.
+turns and moves, workers' reports, the end, what is learned from it, its record in the log, and
+the durable copies of all that was learned, as in a run. Trajectories are made beforehand. The
+figures are CPU time of this process with its writing thread, because the wall clock belongs to
+whoever else uses the machine.
 
 Each fleet lives through 100,000 trajectories; the speed is measured after 1,000, 10,000 and all of
 them. For comparison: the public implementation of arXiv 2606.03077, measured, makes 6,000 to 7,600
@@ -24,7 +24,7 @@ from common.messages.scheduler import ReportWorker
 from common.trajectory import ToolStatus
 from common.weights import version_id
 from services.cli.bench import BenchReport, Check, at_least, at_most
-from services.scheduler.learning import keep
+from services.scheduler.learning import Memory, Remembering
 from services.scheduler.predictor.residual import ResidualPredictor
 from services.scheduler.routing.fleet import BucketShape, Fleet, Terms
 from services.scheduler.routing.outcomes import PayloadSizes, ToolOutcome
@@ -43,8 +43,6 @@ MEASURED = 40_000
 """Decisions of one measurement; some 0.6 s."""
 REPORT_EVERY = 64
 """Decisions between two reports of workers, in turn."""
-SAVE_EVERY = 10_000
-"""Decisions between two durable copies of what was learned."""
 SCRIPTS = 4_000
 """Different trajectories; each begins as often as needed, under new ids."""
 DECISIONS_MIN = 50_000
@@ -98,7 +96,11 @@ def bench_scheduler(*, history: tuple[int, ...] = HISTORY) -> BenchReport:
 
 
 def _measure(workers: int, history: tuple[int, ...], directory: Path) -> dict[str, float]:
-    world = World(workers, directory)
+    with Memory(directory) as memory:
+        return _measure_world(World(workers, memory), history)
+
+
+def _measure_world(world: "World", history: tuple[int, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
     for count in history:
         while world.finished < count:
@@ -122,18 +124,18 @@ def _rss_mb() -> float:
 class World:
     """A fleet that is kept full: whatever ends, the next one begins."""
 
-    def __init__(self, workers: int, directory: Path, *, seed: int = 0) -> None:
+    def __init__(self, workers: int, memory: Memory, *, seed: int = 0) -> None:
         self.decisions = 0
         self.moved = 0
         self.finished = 0
-        self._directory = directory
-        self._policy = make_policy("libra", RoutingParams(), ResidualPredictor())
+        policy = make_policy("libra", RoutingParams(), ResidualPredictor())
+        self._policy = Remembering(policy, memory)
         self._fleet = Fleet(_buckets(), 4096)
         self._peers = _peers(workers)
         self._reported = 0
         self._begun = 0
         self._now = 0.0
-        self._report_at = self._save_at = 0
+        self._report_at = 0
         self._scripts = list(_scripts(random.Random(seed)))
         self._lives: deque[Life] = deque()
         self._waiting: deque[Life] = deque()
@@ -150,9 +152,6 @@ class World:
             if self.decisions >= self._report_at:
                 self._report_at += REPORT_EVERY
                 self._report()
-            if self.decisions >= self._save_at:
-                self._save_at += SAVE_EVERY
-                keep(self._policy.dump(), self._directory)
 
     def _terms(self) -> Terms:
         return Terms(self._now, 0.0, 0, 0)

@@ -1,25 +1,48 @@
 """The routing policy of a run, and what it has learned, kept in the run directory.
 
-What is kept only makes decisions better, so nothing that is wrong with the file stops a run: it
-is said, and learning begins anew.
+`learned.bin` is all that the policy had learned at one time. The logs beside it, `learned-N.log`,
+hold the trajectories that finished later: a restart reads the one and learns the others again. A
+thread writes both. What is kept only makes decisions better, so nothing that is wrong with the
+files stops a run: it is said, and what cannot be read is learned anew.
 """
 
 import os
+import queue
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from struct import Struct
+from typing import BinaryIO, Self
 
 import structlog
 from xxhash import xxh3_128_digest
 
 from common.config import Config
+from services.scheduler.lessons import decode, encode
 from services.scheduler.predictor.residual import ResidualPredictor
+from services.scheduler.routing.fleet import Fleet, Terms
 from services.scheduler.routing.params import RoutingParams
 from services.scheduler.routing.policies import make_policy
-from services.scheduler.routing.policy import Policy
+from services.scheduler.routing.policy import Decision, MoveMeasure, Policy, TurnMeasure
+from services.scheduler.routing.route import Route
 
 log = structlog.get_logger()
 
 FILE = "learned.bin"
+LOGS = "learned-*.log"
 DIGEST_BYTES = 16
+FIRST_LOG = Struct("<Q")
+"""Number of the first log that a copy does not contain."""
+PENDING_MAX = 4096
+"""Trajectories on their way to the disk: minutes of work. More are left out of the log; the next
+copy contains them all the same."""
+COPIED_AFTER_MIN = 64
+COPIED_AFTER_MAX = 4096
+"""Finished trajectories between two copies, twice as many each time. The most take a restart about
+half a second to learn again."""
+CLOSE_TIMEOUT_S = 5.0
+"""Longer than any copy takes; past it the disk is stuck and the process ends anyway."""
 
 
 def policy_of(config: Config) -> Policy:
@@ -27,40 +50,195 @@ def policy_of(config: Config) -> Policy:
     return make_policy(config.scheduler.placement, RoutingParams.of(config), ResidualPredictor())
 
 
-def restore(config: Config, run_dir: Path) -> Policy:
-    """The same with what an earlier scheduler of this run has kept. Blocks; for the start only."""
-    policy, path = policy_of(config), run_dir / FILE
-    try:
-        kept = path.read_bytes()
-    except FileNotFoundError:
-        return policy
-    except OSError as error:
-        log.warning("learning.ignored", reason=str(error))
-        return policy
-    digest, dumped = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
-    if xxh3_128_digest(dumped) != digest:
-        log.warning("learning.ignored", reason=f"{path} is damaged")
-        return policy
-    try:
-        policy.load(dumped)
-    except ValueError as error:
-        log.warning("learning.ignored", reason=str(error))
-        return policy_of(config)  # The other one may have taken over half of it.
-    log.info("learning.restored", bytes=len(dumped))
+def restore(make: Callable[[], Policy], run_dir: Path) -> Policy:
+    """A policy with what an earlier scheduler of this run has kept. Blocks; for the start only."""
+    policy = make()
+    first = _load(policy, run_dir / FILE)
+    if first is None:
+        policy, first = make(), 0  # The other one may have taken over half of it.
+    lessons = 0
+    for number, path in logs_of(run_dir):
+        if number >= first:
+            lessons += _learn(policy, path)
+    if first or lessons:
+        log.info("learning.restored", lessons=lessons)
     return policy
 
 
-def keep(dumped: bytes, run_dir: Path) -> None:
-    """Write down what a policy dumped: the old file stays until the new one is whole. Blocks."""
-    if not dumped:
-        return
-    path = run_dir / FILE
-    draft = path.with_suffix(".tmp")
+def logs_of(run_dir: Path) -> list[tuple[int, Path]]:
+    """The logs by number, oldest first."""
+    found = ((path.stem.partition("-")[2], path) for path in run_dir.glob(LOGS))
+    return sorted((int(number), path) for number, path in found if number.isdecimal())
+
+
+def _load(policy: Policy, path: Path) -> int | None:
+    """Load a copy; returns the first log that is not in it, or None when it cannot be used."""
     try:
+        kept = path.read_bytes()
+        digest, copy = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
+        if xxh3_128_digest(copy) != digest:
+            raise ValueError(f"{path} is damaged")
+        policy.load(copy[FIRST_LOG.size :])
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:
+        log.warning("learning.ignored", reason=str(error))
+        return None
+    return FIRST_LOG.unpack_from(copy)[0]
+
+
+def _learn(policy: Policy, path: Path) -> int:
+    lessons = 0
+    try:
+        for route in decode(path.read_bytes()):
+            policy.end(route, finished=True)
+            lessons += 1
+    except (OSError, ValueError) as error:
+        log.warning("learning.ignored", reason=f"{path}: {error}")
+    return lessons
+
+
+@contextmanager
+def remembered(config: Config, run_dir: Path) -> Generator[Policy]:
+    """The policy of a run with what it knew, and learns it for the next time."""
+    policy = restore(lambda: policy_of(config), run_dir)
+    with Memory(run_dir) as memory:
+        remembering = Remembering(policy, memory)
+        yield remembering
+        remembering.keep()
+
+
+class Memory:
+    """Writes copies and logs in a thread of its own; no method but `close` waits for it."""
+
+    def __init__(self, run_dir: Path, *, pending_max: int = PENDING_MAX) -> None:
+        self._run_dir = run_dir
+        self._queue: queue.Queue[tuple[bytes, bool] | None] = queue.Queue(pending_max)
+        """Records, and copies (marked) of all that was said before them; None is the end."""
+        numbers = [number for number, _ in logs_of(run_dir)]
+        self._number = max(numbers, default=0) + 1
+        self._file: BinaryIO | None = None
+        self._failed = False
+        self.lost = 0
+        """Records for which there was no room."""
+        self._writer = threading.Thread(target=self._write, name="learning-writer", daemon=True)
+        self._writer.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is pending and let go."""
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._writer.join(CLOSE_TIMEOUT_S)
+
+    def note(self, record: bytes) -> None:
+        """Append a record."""
+        self._put(record, copy=False)
+
+    def copy(self, dumped: bytes) -> bool:
+        """Replace everything by a copy that contains all records up to now."""
+        return self._put(dumped, copy=True)
+
+    def _put(self, content: bytes, *, copy: bool) -> bool:
+        try:
+            self._queue.put_nowait((content, copy))
+        except queue.Full:
+            self.lost += 1
+            return False
+        return True
+
+    # ── the writer thread ────────────────────────────────────────────────────────────────────
+
+    def _write(self) -> None:
+        while (item := self._queue.get()) is not None:
+            content, copy = item
+            try:
+                if copy:
+                    self._replace(content)
+                    self._failed = False
+                elif not self._failed:  # A hole in a log is fine, a torn record in it is not.
+                    self._append(content)
+            except OSError as error:
+                if not self._failed:
+                    log.warning("learning.unsaved", reason=str(error))
+                self._failed = True
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, record: bytes) -> None:
+        if self._file is None:
+            path = self._run_dir / f"learned-{self._number:06}.log"
+            self._file = path.open("ab", buffering=0)  # A killed process loses nothing it wrote.
+        self._file.write(record)
+
+    def _replace(self, dumped: bytes) -> None:
+        """The old copy and its logs stay until the new one is whole."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._number += 1
+        copy = FIRST_LOG.pack(self._number) + dumped
+        path = self._run_dir / FILE
+        draft = path.with_suffix(".tmp")
         with draft.open("wb") as file:
-            file.write(xxh3_128_digest(dumped) + dumped)
+            file.write(xxh3_128_digest(copy))
+            file.write(copy)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError as error:
-        log.warning("learning.unsaved", reason=str(error))
+        for number, old in logs_of(self._run_dir):
+            if number < self._number:
+                old.unlink()
+
+
+class Remembering:
+    """A policy whose lessons are kept. It decides as the one that it holds."""
+
+    def __init__(self, policy: Policy, memory: Memory) -> None:
+        self._policy, self._memory = policy, memory
+        self._learns = bool(policy.dump())
+        self._lessons = 0
+        self._copied_after = COPIED_AFTER_MIN
+
+    def begin(self, route: Route) -> None:
+        self._policy.begin(route)
+
+    def place(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
+        return self._policy.place(route, fleet, terms)
+
+    def returned(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
+        return self._policy.returned(route, fleet, terms)
+
+    def end(self, route: Route, *, finished: bool) -> None:
+        self._policy.end(route, finished=finished)
+        if not finished or not self._learns:
+            return
+        self._memory.note(encode(route))
+        self._lessons += 1
+        if self._lessons >= self._copied_after:
+            self.keep()
+
+    def turn_measured(self, measure: TurnMeasure) -> None:
+        self._policy.turn_measured(measure)
+
+    def move_measured(self, measure: MoveMeasure) -> None:
+        self._policy.move_measured(measure)
+
+    def dump(self) -> bytes:
+        return self._policy.dump()
+
+    def load(self, dumped: bytes) -> None:
+        self._policy.load(dumped)
+
+    def keep(self) -> None:
+        """Have a copy of everything written."""
+        if self._learns and self._memory.copy(self._policy.dump()):
+            self._lessons = 0
+            self._copied_after = min(2 * self._copied_after, COPIED_AFTER_MAX)

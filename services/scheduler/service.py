@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 
 import structlog
@@ -36,7 +37,7 @@ from common.messages.scheduler import (
 )
 from common.service import Runtime
 from services.scheduler.book import Book
-from services.scheduler.learning import keep, restore
+from services.scheduler.learning import remembered
 from services.scheduler.ledger import FileLedger, Ledger, trained_after, turns_of
 from services.scheduler.pulse import Pulse
 from services.scheduler.records import MetaRow
@@ -57,8 +58,6 @@ OFFER_WAIT_S = 1.0
 ASSIGN_TIMEOUT_S = 5.0
 MOVE_TIMEOUT_S = 2.0
 """For the target of a move to say that it has the trajectory, while the source waits."""
-SAVE_INTERVAL_S = 30.0
-"""Between two copies of what the routing policy has learned."""
 FAREWELL_S = 10.0
 """How long a failed run waits for its trainer to ask and be told why."""
 FLUSH_S = 0.5
@@ -83,7 +82,7 @@ class SchedulerService:
         self._path = runtime.run_dir / "ledger.sqlite"
         self._task_rows = {task.task_id: task for task in load_tasks(runtime.config)}
         self._ledger = ledger or FileLedger(self._path, runtime.run_dir / "metrics.jsonl")
-        self._policy = policy or restore(runtime.config, runtime.run_dir)
+        self._learned = nullcontext(policy) if policy else remembered(self._config, runtime.run_dir)
         self._membership = Membership(runtime)
         self._tasks = asyncio.TaskGroup()
         self._moving: dict[str, asyncio.Task[TurnReply]] = {}
@@ -112,22 +111,24 @@ class SchedulerService:
             RunFailed: group after group failed.
         """
         async with self._ledger:
-            await self._open_book()
-            self._membership.on_change(self._member_changed)
-            async with self._tasks as tasks:
-                self._serve()
-                loops = [
-                    tasks.create_task(self._membership.run(), name="scheduler.membership"),
-                    tasks.create_task(self._work(), name="scheduler.work"),
-                    tasks.create_task(self._watch.run(), name="scheduler.watch"),
-                    tasks.create_task(self._keep_learned(), name="scheduler.learned"),
-                ]
-                await stopping.wait()
-                for loop in loops:
-                    loop.cancel()
-            await self._save_learned()
+            with self._learned as policy:
+                await self._open_book(policy)
+                await self._run(stopping)
 
-    async def _open_book(self) -> None:
+    async def _run(self, stopping: asyncio.Event) -> None:
+        self._membership.on_change(self._member_changed)
+        async with self._tasks as tasks:
+            self._serve()
+            loops = [
+                tasks.create_task(self._membership.run(), name="scheduler.membership"),
+                tasks.create_task(self._work(), name="scheduler.work"),
+                tasks.create_task(self._watch.run(), name="scheduler.watch"),
+            ]
+            await stopping.wait()
+            for loop in loops:
+                loop.cancel()
+
+    async def _open_book(self, policy: Policy) -> None:
         training = self._config.tasks
         order = TaskOrder(list(self._task_rows), seed=self._config.run.seed, epochs=training.epochs)
         snapshot = self._ledger.snapshot()
@@ -143,7 +144,7 @@ class SchedulerService:
             Rules.of(self._config),
             order,
             snapshot,
-            self._policy,
+            policy,
             now=_now(),
             wall_offset_s=datetime.now(UTC).timestamp() - _now(),
         )
@@ -387,15 +388,6 @@ class SchedulerService:
 
     def _run_status(self, _sender: str, _request: GetRunStatus) -> RunStatus:
         return run_status(self._book, _now())
-
-    async def _keep_learned(self) -> None:
-        """A killed scheduler loses the learning of the last moments, and nothing else."""
-        while True:
-            await asyncio.sleep(SAVE_INTERVAL_S)
-            await self._save_learned()
-
-    async def _save_learned(self) -> None:
-        await asyncio.to_thread(keep, self._policy.dump(), self._runtime.run_dir)
 
 
 def _now() -> float:

@@ -125,6 +125,7 @@ class ResidualPredictor:
         siblings.live += 1
         self._note(live, start_point())
         self._catch_up(live, route)
+        route.siblings_at = live.seen
 
     def returned(self, route: Route) -> None:
         """It has one outcome more."""
@@ -164,6 +165,8 @@ class ResidualPredictor:
         live = known
         if live is None or len(live.points) != route.turns + 1:
             live = self._stranger(route)
+            if len(route.siblings_at) == len(live.seen):
+                live.seen = [Seen(*known) for known in route.siblings_at]
         siblings = live.siblings
         if known:
             self._leave(known)

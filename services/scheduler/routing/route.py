@@ -1,5 +1,6 @@
 """The way of one trajectory through the workers, as far as routing has seen it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ class Route:
     """Action tokens sampled in all when each outcome came; as long as `outcomes`."""
     context_tokens_at: list[int] = field(default_factory=list[int])
     """Context with that outcome's observation in it; as long as `outcomes`."""
+    siblings_at: Sequence[tuple[float, ...]] = ()
+    """What was known of its siblings when it began and when each outcome came, for whoever learns
+    from it once more; kept by the predictor."""
     worker: str = ""
     """Peer that holds it, or empty while it waits."""
     moves: int = 0

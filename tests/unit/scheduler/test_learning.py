@@ -1,69 +1,186 @@
 """What a policy has learned, across restarts of its scheduler."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from common.config import SchedulerConfig
 from common.trajectory import ToolStatus
-from services.scheduler.learning import FILE, keep, policy_of, restore
+from services.scheduler.learning import (
+    COPIED_AFTER_MIN,
+    FILE,
+    Memory,
+    Remembering,
+    logs_of,
+    policy_of,
+    remembered,
+    restore,
+)
+from services.scheduler.lessons import decode, encode
 from services.scheduler.routing.outcomes import Payload, ToolOutcome
 from services.scheduler.routing.policy import Policy
 from services.scheduler.routing.route import Route
 from tests.support.sim import sim_config
 
 LIBRA = sim_config(scheduler=SchedulerConfig(placement="libra"))
+CMLFQ = sim_config(scheduler=SchedulerConfig(placement="cmlfq"))
 
 
-def teach(policy: Policy, trajectories: int = 20) -> None:
-    for number in range(trajectories):
-        route = Route(f"g{number}.0", f"g{number}", f"t{number}", prompt_tokens=10)
+def fresh() -> Policy:
+    return policy_of(LIBRA)
+
+
+def restored(run_dir: Path) -> Policy:
+    return restore(fresh, run_dir)
+
+
+def finished(number: int) -> Route:
+    route = Route(f"g{number}.0", f"g{number}", f"t{number}", prompt_tokens=10)
+    outcome = ToolOutcome("search", ToolStatus.OK, Payload.SMALL, 5, 0.1)
+    route.returned(outcome, action_tokens=50 + number, observation_tokens=5)
+    route.action_tokens += 30
+    return route
+
+
+def teach(policy: Policy, trajectories: int = 20, *, first: int = 0) -> None:
+    for number in range(first, first + trajectories):
+        route = finished(number)
         policy.begin(route)
-        outcome = ToolOutcome("search", ToolStatus.OK, Payload.SMALL, 5, 0.1)
-        route.returned(outcome, action_tokens=50 + number, observation_tokens=5)
-        route.action_tokens += 30
         policy.end(route, finished=True)
 
 
-def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
-    policy = policy_of(LIBRA)
-    teach(policy)
-    keep(policy.dump(), tmp_path)
-    again = restore(LIBRA, tmp_path)
-    assert again.dump() == policy.dump() != policy_of(LIBRA).dump()
+def teach_and_die(run_dir: Path, trajectories: int, *, first: int = 0) -> Policy:
+    """Nothing is copied at the end; the thread has written what it was given."""
+    policy = restored(run_dir)
+    with Memory(run_dir) as memory:
+        teach(Remembering(policy, memory), trajectories, first=first)
+    return policy
+
+
+@pytest.fixture
+def taught(tmp_path: Path) -> bytes:
+    """What was learned; its log is in the directory, and no copy."""
+    return teach_and_die(tmp_path, 20).dump()
+
+
+def test_a_killed_scheduler_has_learned_all_that_was_written(tmp_path: Path, taught: bytes) -> None:
+    assert not (tmp_path / FILE).exists()
+    assert restored(tmp_path).dump() == taught != fresh().dump()
+
+
+def test_kill_after_kill_nothing_is_learned_twice_or_lost(tmp_path: Path) -> None:
+    whole = fresh()
+    teach(whole, 3 * COPIED_AFTER_MIN)
+    for life in range(3):
+        teach_and_die(tmp_path, COPIED_AFTER_MIN, first=life * COPIED_AFTER_MIN)
+    dumped = restored(tmp_path).dump()
+    assert len(dumped) == len(whole.dump())
+    assert (tmp_path / FILE).exists()
+
+
+def test_an_orderly_end_leaves_a_copy_and_no_log(tmp_path: Path) -> None:
+    with remembered(LIBRA, tmp_path) as policy:
+        teach(policy)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert restored(tmp_path).dump() == policy.dump()
+
+
+def test_a_copy_contains_what_was_said_before_it_and_the_log_what_came_after(
+    tmp_path: Path,
+) -> None:
+    policy = teach_and_die(tmp_path, COPIED_AFTER_MIN + 5)
+    ((_, path),) = logs_of(tmp_path)
+    assert len(list(decode(path.read_bytes()))) == 5
+    assert len(restored(tmp_path).dump()) == len(policy.dump())
+
+
+def test_logs_that_a_copy_contains_are_not_learned_again(tmp_path: Path, taught: bytes) -> None:
+    """A kill between the new copy and the removal of its logs leaves both."""
+    ((_, path),) = logs_of(tmp_path)
+    records = path.read_bytes()
+    with Memory(tmp_path) as memory:
+        memory.copy(taught)
+    path.write_bytes(records)
+    assert restored(tmp_path).dump() == taught
 
 
 def test_a_first_start_has_nothing_to_restore(tmp_path: Path) -> None:
-    assert restore(LIBRA, tmp_path).dump() == policy_of(LIBRA).dump()
+    assert restored(tmp_path).dump() == fresh().dump()
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 100])
-def test_a_damaged_file_is_a_fresh_start(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_copy_is_a_fresh_start(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / FILE).write_bytes(damage)
-    assert restore(LIBRA, tmp_path).dump() == policy_of(LIBRA).dump()
+    assert restored(tmp_path).dump() == fresh().dump()
 
 
-def test_a_torn_file_is_a_fresh_start(tmp_path: Path) -> None:
-    policy = policy_of(LIBRA)
-    teach(policy)
-    keep(policy.dump(), tmp_path)
+def test_a_torn_copy_is_a_fresh_start(tmp_path: Path) -> None:
+    with remembered(LIBRA, tmp_path) as policy:
+        teach(policy)
     whole = (tmp_path / FILE).read_bytes()
-    for length in range(0, len(whole), 97):
+    for length in range(0, len(whole), len(whole) // 20):
         (tmp_path / FILE).write_bytes(whole[:length])
-        assert restore(LIBRA, tmp_path).dump() == policy_of(LIBRA).dump()
+        assert restored(tmp_path).dump() == fresh().dump()
+
+
+def test_a_torn_record_ends_a_log_and_spoils_none_before_it() -> None:
+    records = [encode(finished(number)) for number in range(3)]
+    whole = b"".join(records)
+    for length in range(len(whole)):
+        complete = sum(len(b"".join(records[:n])) <= length for n in (1, 2, 3))
+        assert len(list(decode(whole[:length]))) == complete
+
+
+@pytest.mark.parametrize("at", [0, 4, 13, 40])
+def test_a_damaged_record_is_not_believed(at: int) -> None:
+    record = bytearray(encode(finished(1)))
+    record[at] ^= 0x55
+    assert list(decode(encode(finished(0)) + bytes(record)))[1:] == []
+
+
+def test_a_record_is_small_and_says_all_that_is_learned() -> None:
+    route = finished(7)
+    fresh().begin(route)
+    (again,) = decode(encode(route))
+    assert (again.outcomes, again.action_tokens) == (route.outcomes, route.action_tokens)
+    assert (again.task_id, again.context_tokens) == (route.task_id, route.context_tokens)
+    assert list(again.siblings_at) == list(route.siblings_at)
+    assert len(encode(route)) < 200
 
 
 def test_the_memory_of_another_policy_is_a_fresh_start(tmp_path: Path) -> None:
-    policy = policy_of(LIBRA)
-    teach(policy)
-    keep(policy.dump(), tmp_path)
-    other = sim_config(scheduler=SchedulerConfig(placement="cmlfq"))
-    assert restore(other, tmp_path).dump() == policy_of(other).dump()
+    with remembered(LIBRA, tmp_path) as policy:
+        teach(policy)
+    assert restore(lambda: policy_of(CMLFQ), tmp_path).dump() == policy_of(CMLFQ).dump()
 
 
-def test_a_policy_that_learns_nothing_keeps_nothing_and_a_full_disk_stops_nothing(
-    tmp_path: Path,
-) -> None:
-    keep(policy_of(sim_config(scheduler=SchedulerConfig(placement="round_robin"))).dump(), tmp_path)
+def test_the_published_tree_is_kept_by_the_same_log(tmp_path: Path) -> None:
+    tree = policy_of(CMLFQ)
+    with Memory(tmp_path) as memory:
+        teach(Remembering(tree, memory))
+    assert restore(lambda: policy_of(CMLFQ), tmp_path).dump() == tree.dump()
+
+
+def test_a_policy_that_learns_nothing_keeps_nothing(tmp_path: Path) -> None:
+    config = sim_config(scheduler=SchedulerConfig(placement="round_robin"))
+    with remembered(config, tmp_path) as policy:
+        teach(policy)
     assert list(tmp_path.iterdir()) == []
-    keep(b"learned", tmp_path / "gone")
+
+
+def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    with Memory(tmp_path / "gone") as memory:
+        policy = Remembering(fresh(), memory)
+        teach(policy)
+        policy.keep()
+
+
+def test_whoever_teaches_never_waits_for_the_disk(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, pending_max=2)
+    os.mkfifo(tmp_path / "learned-000001.log")  # Opening it waits until somebody reads.
+    for _ in range(10):
+        memory.note(b"record")
+    assert memory.lost >= 7
+    (tmp_path / "learned-000001.log").open("rb").close()
+    memory.close()
