@@ -45,6 +45,11 @@ _TOOL = _SAMPLED + _SIZE_CELLS
 _FAILED_TOOL = _TOOL + _TOOL_CELLS
 COLUMNS = _FAILED_TOOL + _FAILED_TOOL_CELLS + 1
 """Width of a row."""
+START_COLUMN = _TURN
+TURN_COLUMNS = slice(_TURN, _TURN_STATUS)
+STATUS_COLUMNS = slice(_TURN_STATUS, _CONTEXT)
+SIZE_COLUMNS = slice(_CONTEXT, _TOOL)
+TOOL_COLUMNS = slice(_TOOL, COLUMNS)
 
 _STATUS = {
     ToolStatus.OK: 0,
@@ -142,8 +147,8 @@ class Progress:
         self._kind = self._kind_before = 0
         self._log_sum = 0.0
         self._repeats = 0
-        self._sampled_in_turn = -1
-        self._observed = -1
+        self._sampled_in_turn: int = -1
+        self._observed: int = -1
 
     def advance(self, outcome: ToolOutcome, sampled: int, context: int) -> Point:
         """One turn more: all action tokens and the context with this outcome's observation."""

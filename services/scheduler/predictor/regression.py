@@ -4,16 +4,28 @@ from typing import Any
 
 import numpy as np
 
-from services.scheduler.predictor.features import COLUMNS, NUMBERS
+from services.scheduler.predictor.features import (
+    COLUMNS,
+    SIZE_COLUMNS,
+    START_COLUMN,
+    STATUS_COLUMNS,
+    TOOL_COLUMNS,
+    TURN_COLUMNS,
+)
 from services.scheduler.predictor.rows import Batch
 
 Array = np.ndarray[Any, Any]
 
-PENALTY = 15.0
-"""Rows' worth of belief that a column says nothing."""
-_PENALTIES = np.full(COLUMNS, PENALTY)
-_PENALTIES[NUMBERS] = 1.0
-"""Of the start, which no other column speaks for."""
+_PENALTIES = np.empty(COLUMNS)
+"""Rows' worth of belief that a column says nothing: small for what differs most between
+workloads, so that it is learned first, larger for what only bends it."""
+_PENALTIES[:] = 15.0
+_PENALTIES[0] = 1.0  # the constant
+_PENALTIES[TURN_COLUMNS] = 5.0
+_PENALTIES[STATUS_COLUMNS] = 5.0
+_PENALTIES[SIZE_COLUMNS] = 10.0
+_PENALTIES[TOOL_COLUMNS] = 3.0
+_PENALTIES[START_COLUMN] = 1.0  # no other column speaks for the start
 
 
 class Sums:

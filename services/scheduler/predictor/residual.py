@@ -8,7 +8,7 @@ trajectories are censored observations: while they are many beside the finished 
 the short ones then, each counts as what it has sampled plus what is expected of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import expm1, log1p
 from typing import Any
 
@@ -16,14 +16,14 @@ import numpy as np
 
 from services.scheduler.predictor.features import (
     COLUMNS,
-    NUMBERS,
+    START_COLUMN,
     Point,
     Progress,
     ToolCells,
     start_point,
 )
 from services.scheduler.predictor.regression import Sums
-from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen
+from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen, united
 from services.scheduler.predictor.siblings import Siblings, fit, signals
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
@@ -31,30 +31,29 @@ from services.scheduler.routing.route import Residual, Route
 
 Array = np.ndarray[Any, Any]
 
-HALF_LIFE = 300.0
+HALF_LIFE = 200.0
 """Ticks of the clock, one per finished trajectory, after which a row counts half."""
 ROWS_MAX = 16_384
 """About 2,000 trajectories of 8 turns, 2 MB: siblings are remembered for so long."""
-_FIT_ROWS = 2048
-_SPREAD_ROWS = 1024
-"""Newest rows that second moments and spread are measured on."""
+_FIT_ROWS = 1024
+"""Newest rows that the weights of siblings are fitted on."""
+_SPREAD_ROWS = 320
+"""Newest rows whose errors are the spread: few, so that it follows a drift."""
 _SOLVE_ROWS_MIN = 4
-_SOLVE_ROWS_MAX = 1024
-_SOLVE_SHARE = 8
-"""Weights are solved anew when an eighth of the rows is new, those of unfinished trajectories
-included, or 512 are…"""
+_SOLVE_ROWS_MAX = 512
+_SOLVE_SHARE = 12
+_SOLVE_UNFINISHED_SHARE = 32
+"""Weights are solved anew when so many rows are new, a twelfth of all that were ever finished and a
+thirty-second of the unfinished, or 512…"""
 _SOLVE_UNFINISHED = 64
 """…or one for so many unfinished rows: one more turn of few says little of so many."""
-_LOOK_BACK_EVERY = 4
-"""Solutions, once the ring is well filled: looking at all past rows costs more than they do."""
 _GUESSED_SHARE = 0.05
-"""Unfinished trajectories count in while they have this share of the rows."""
+"""Unfinished trajectories count in while they have this share of all rows ever finished: later,
+those that finish are as long as those that begin."""
 _GUESSED_ROWS_MAX = 512
 """Of them, an even sample of so many stands for all: solving costs the same however many there
 are."""
 _LOG_REMAINING_MAX = 14.0
-_LIVE_TRUST = 0.5
-"""Of an unfinished sibling's residual beside a finished one's."""
 
 
 class _Live:
@@ -108,24 +107,21 @@ class ResidualPredictor:
         self._points_since_solve = 0
         self._weights: list[float] = [0.0] * COLUMNS
         self._version = 0
-        """Of the weights."""
-        self._looked = 0
-        """Times that past rows were looked at anew."""
         self._counts: list[float] = [0.0] * COLUMNS
-        self._trust = fit(self._ring, np.zeros(0), 0)
-        self._spread = Spread(np.zeros(0))
+        self._trust, _ = fit(self._ring, np.zeros(0), 0)
+        self._spread = Spread(np.zeros(0), 0.0)
         self._start_spread = self._spread
 
     def begin(self, route: Route) -> None:
         """A trajectory was admitted, or is back with its past turns."""
-        task = route.task_id or route.group_id
-        siblings = self._family(task)
+        if route.trajectory_id in self._live:
+            self.end(route, finished=False)
+        siblings = self._family(route.task_id or route.group_id)
         live = _Live(Progress(self._tools), siblings)
         self._live[route.trajectory_id] = live
         siblings.live += 1
         self._note(live, start_point())
         self._catch_up(live, route)
-        route.siblings_at = live.seen
 
     def returned(self, route: Route) -> None:
         """It has one outcome more."""
@@ -134,49 +130,49 @@ class ResidualPredictor:
             self.begin(route)
             return
         self._catch_up(live, route)
-        if self._points_since_solve >= self._solve_after() and (self._sums.count or self._pending):
+        if self._points_since_solve >= self._solve_after():
             self.settle()
 
     def predict(self, route: Route, *, tokens_since_return: int = 0) -> Residual:
         """Tokens still to come."""
-        live = self._live.get(route.trajectory_id)
-        if live is None or len(live.points) != route.turns + 1:
-            live = self._stranger(route)
+        live = self._find(route)
         point = live.points[-1]
         location = self._location(live, point)
-        spread = self._spread if point.turn else self._start_spread
-        evidence = self._counts[point.cells[1]] if point.turn else self._counts[NUMBERS]
+        if point.turn:
+            spread, evidence = self._spread, self._counts[point.cells[1]]
+        else:
+            spread, evidence = self._start_spread, self._counts[START_COLUMN]
         if tokens_since_return > 0:
             return spread.residual_after(location, tokens_since_return, evidence)
         return spread.residual(location, evidence)
 
     def distribution(self, route: Route, *, tokens_since_return: int = 0) -> list[float]:
         """Equally likely numbers of tokens still to come, ascending."""
-        live = self._live.get(route.trajectory_id)
-        if live is None or len(live.points) != route.turns + 1:
-            live = self._stranger(route)
+        live = self._find(route)
         point = live.points[-1]
         spread = self._spread if point.turn else self._start_spread
         return spread.remaining_after(self._location(live, point), tokens_since_return)
 
+    def expected_log(self, route: Route) -> float:
+        """Mean of log(1 + tokens still to come)."""
+        live = self._find(route)
+        point = live.points[-1]
+        spread = self._spread if point.turn else self._start_spread
+        return self._location(live, point) + spread.log_mean
+
     def end(self, route: Route, *, finished: bool) -> None:
         """It ended; learn from it if it finished by itself."""
-        known = self._live.pop(route.trajectory_id, None)
-        live = known
-        if live is None or len(live.points) != route.turns + 1:
-            live = self._stranger(route)
-            if len(route.siblings_at) == len(live.seen):
-                live.seen = [Seen(*known) for known in route.siblings_at]
+        live = self._find(route)
         siblings = live.siblings
-        if known:
+        if known := self._live.pop(route.trajectory_id, None):
             self._leave(known)
             siblings.live -= 1
-            siblings.log_sum -= live.log_sampled
+            siblings.log_sum -= known.log_sampled
         total = route.action_tokens
         points = live.points
         while points and points[-1].sampled >= total:
             points.pop()
-        if finished and points:
+        if finished and 0 < len(points) <= self._ring.rows_max:
             self._learn(route, live, total)
         elif not siblings.finished and not siblings.live:
             self._siblings.pop(route.task_id or route.group_id, None)
@@ -215,7 +211,7 @@ class ResidualPredictor:
             remaining = log1p(total - point.sampled)
             pending.append(point, seen, remaining - point.base, self.clock, siblings.number)
             ring.residuals[place % ring.rows_max] = remaining - location
-            ring.turn_cells[place % ring.rows_max] = point.cells[0] - NUMBERS
+            ring.turn_cells[place % ring.rows_max] = point.cells[0] - START_COLUMN
             place += 1
         for old in gone:
             self._forget(old)
@@ -232,13 +228,17 @@ class ResidualPredictor:
         if not siblings.finished and not siblings.live:
             del self._siblings[kept.task]
 
-    def _stranger(self, route: Route) -> _Live:
-        """One that was never begun, or whose turns were not told: made from its route."""
+    def _find(self, route: Route) -> _Live:
+        """The living one; made from its route if it was never begun, or its turns not told."""
+        live = self._live.get(route.trajectory_id)
+        if live is not None and len(live.points) == route.turns + 1:
+            return live
         siblings = self._siblings.get(route.task_id or route.group_id) or Siblings(0)
         live = _Live(Progress(self._tools), siblings)
         self._note(live, start_point())
         for turn in range(route.turns):
             self._advance(live, route, turn)
+        siblings.log_sum -= live.log_sampled
         return live
 
     def _advance(self, live: _Live, route: Route, turn: int) -> None:
@@ -250,7 +250,7 @@ class ResidualPredictor:
     def _note(self, live: _Live, point: Point) -> None:
         live.points.append(point)
         siblings = live.siblings
-        unfinished = siblings.live - 1
+        unfinished = siblings.live - 1 if siblings.live > 0 else 0
         log_sampled = log1p(point.sampled)
         siblings.log_sum += log_sampled - live.log_sampled
         live.log_sampled = log_sampled
@@ -281,18 +281,18 @@ class ResidualPredictor:
             live.version = self._version
         location = live.locations[-1]
         siblings = live.siblings
-        if siblings.seen != self._looked:
-            siblings.refresh(self._ring, self._looked)
-        mean, finished, at_turn, count = siblings.means(point.cells[0] - NUMBERS)
+        if siblings.seen != self._version:
+            siblings.refresh(self._ring, self._version)
+        mean, finished, at_turn, count = siblings.means(point.cells[0] - START_COLUMN)
         seen = live.seen[-1]
         a, b, c, d, e, f = signals(mean, finished, at_turn, count, seen.unfinished, seen.ahead)
         t = self._trust
         return location + a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
 
     def _solve_after(self) -> int:
-        known = int(self._sums.count + self._unfinished_rows) // _SOLVE_SHARE
+        known = self._ring.total / _SOLVE_SHARE + self._unfinished_rows / _SOLVE_UNFINISHED_SHARE
         most = max(_SOLVE_ROWS_MAX, self._unfinished_rows // _SOLVE_UNFINISHED)
-        return min(most, max(_SOLVE_ROWS_MIN, known))
+        return min(most, max(_SOLVE_ROWS_MIN, int(known)))
 
     def settle(self) -> None:
         """Take in what is pending and derive everything from the sums and the ring anew."""
@@ -311,24 +311,18 @@ class ResidualPredictor:
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
         self._version += 1
-        if not self._version % _LOOK_BACK_EVERY or ring.total < _FIT_ROWS:
-            self._look_back(weights)
-
-    def _look_back(self, weights: Array) -> None:
-        """Derive anew what past rows leave unexplained: siblings' word, and the spread."""
-        ring = self._ring
-        self._looked += 1
         residuals = ring.explain(weights)
-        self._trust = fit(ring, residuals, _FIT_ROWS)
-        newest = ring.newest(_SPREAD_ROWS)
-        starts = ring.cells[newest, 0] == NUMBERS
-        self._spread = Spread(residuals[newest][~starts])
-        self._start_spread = Spread(residuals[newest][starts])
+        self._trust, errors = fit(ring, residuals, _FIT_ROWS)
+        errors = errors[-_SPREAD_ROWS:]
+        starts = ring.cells[ring.newest(len(errors)), 0][-len(errors) :] == START_COLUMN
+        trajectories = self._counts[START_COLUMN]
+        self._spread = Spread(errors[~starts], trajectories)
+        self._start_spread = Spread(errors[starts], trajectories)
 
     def _guess(self) -> Rows | None:
         """Rows of unfinished trajectories, ended as is expected of them; an even sample."""
         unfinished, rows = self._unfinished, self._unfinished_rows
-        if not rows or rows < _GUESSED_SHARE * self._sums.count:
+        if not rows or rows < _GUESSED_SHARE * self._ring.total:
             return None
         stride = -(-rows // _GUESSED_ROWS_MAX)
         guessed = Rows()
@@ -343,6 +337,18 @@ class ResidualPredictor:
                     point, live.seen[0], log1p(total - point.sampled) - point.base, self.clock, 0
                 )
         return guessed
+
+    def merge(self, other: "ResidualPredictor") -> None:
+        """Take in what another one has learned; both settle first.
+
+        Both must have counted by one clock, and no prompt may be split between them. Then this
+        one knows what one would know that had learned everything, in whatever order.
+        """
+        self.settle()
+        state = State(other.dump())
+        self.clock = max(self.clock, state.clock)
+        self._sums.merge(state.sums(self._sums.half_life))
+        self._fill(*united((self._ring.kept, self._ring.batch()), (state.kept, state.batch)))
 
     def dump(self) -> bytes:
         """All that was learned."""
@@ -359,25 +365,28 @@ class ResidualPredictor:
         self.clock = state.clock
         self._sums = state.sums(self._sums.half_life)
         self._pending = Rows()
-        self._ring = Ring(self._ring.rows_max)
-        for siblings in self._siblings.values():
-            siblings.finished.clear()
         self._fill(state.kept, state.batch)
-        self.settle()
 
-    def _fill(self, trajectories: Iterable[tuple[str, int, float]], batch: Batch) -> None:
-        """Put whole trajectories into the empty ring."""
-        ring = self._ring
+    def _fill(self, trajectories: Sequence[Kept], batch: Batch) -> None:
+        """Begin a new ring with the newest of whole trajectories that fit, and settle."""
+        ring = self._ring = Ring(self._ring.rows_max)
+        skipped, rows = 0, len(batch.targets)
+        while rows > ring.rows_max:
+            rows -= trajectories[skipped].rows
+            skipped += 1
+        for siblings in self._siblings.values():
+            siblings.clear()
         groups: list[int] = []
-        for task, rows, clock in trajectories:
-            kept, gone = ring.keep(task, rows, clock)
-            assert not gone, "the ring is smaller than what it is filled with"
+        for task, _, count, clock in trajectories[skipped:]:
+            kept, _ = ring.keep(task, count, clock)
             siblings = self._family(task)
-            siblings.finished.append(kept)
-            siblings.seen = -1
-            groups.extend([siblings.number] * rows)
-        ring.turn_cells[: len(groups)] = (batch.cells[:, 0].astype(int) - NUMBERS).tolist()
-        ring.write(batch._replace(groups=np.array(groups, np.int64)))
+            siblings.queue(kept)
+            groups.extend([siblings.number] * count)
+        newest = Batch(*(column[len(column) - rows :] for column in batch))
+        ring.turn_cells[:rows] = (newest.cells[:, 0].astype(int) - START_COLUMN).tolist()
+        ring.write(newest._replace(groups=np.array(groups, np.int64)))
+        self._siblings = {t: s for t, s in self._siblings.items() if s.finished or s.live}
+        self.settle()
 
     def _family(self, task: str) -> Siblings:
         siblings = self._siblings.get(task)

@@ -2,6 +2,7 @@
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,38 +62,33 @@ class Batch(NamedTuple):
         return dense
 
 
+_WIDTH = NUMBERS + CELLS + SEEN + 3
+
+
 class Rows:
     """Rows that wait to be taken in together."""
 
     def __init__(self) -> None:
-        self.numbers = array("d")
-        self.cells = array("H")
-        self.targets = array("d")
-        self.clocks = array("d")
-        self.seen = array("d")
-        self.groups = array("q")
+        self._table = array("d")
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self._table) // _WIDTH
 
     def append(self, point: Point, seen: Seen, target: float, clock: float, group: int) -> None:
         """One row more."""
-        self.seen.extend(seen)
-        self.groups.append(group)
-        self.numbers.extend(point.numbers)
-        self.cells.extend(point.cells)
-        self.targets.append(target)
-        self.clocks.append(clock)
+        self._table.extend((*point.numbers, *point.cells, *seen, target, clock, group))
 
     def batch(self) -> Batch:
         """All of them, as views: nothing may be appended afterwards."""
+        table = np.frombuffer(self._table, np.float64).reshape(-1, _WIDTH)
+        seen = NUMBERS + CELLS
         return Batch(
-            np.frombuffer(self.numbers, np.float64).reshape(-1, NUMBERS),
-            np.frombuffer(self.cells, np.uint16).reshape(-1, CELLS),
-            np.frombuffer(self.targets, np.float64),
-            np.frombuffer(self.clocks, np.float64),
-            np.frombuffer(self.seen, np.float64).reshape(-1, SEEN),
-            np.frombuffer(self.groups, np.int64),
+            numbers=table[:, :NUMBERS],
+            cells=table[:, NUMBERS:seen].astype(np.uint16),
+            seen=table[:, seen : seen + SEEN],
+            targets=table[:, -3],
+            clocks=table[:, -2],
+            groups=table[:, -1].astype(np.int64),
         )
 
 
@@ -105,7 +101,7 @@ class Ring:
     def __init__(self, rows_max: int) -> None:
         self.rows_max = rows_max
         self.numbers = np.zeros((rows_max, NUMBERS), np.float32)
-        self.cells = np.zeros((rows_max, CELLS), np.uint16)
+        self.cells = np.zeros((rows_max, CELLS), np.uint16, order="F")
         self.targets = np.zeros(rows_max)
         self.clocks = np.zeros(rows_max)
         self.seen = np.zeros((rows_max, SEEN))
@@ -115,7 +111,7 @@ class Ring:
         """Rows ever kept."""
         self.written = 0
         """Of them, those in the arrays."""
-        self.residuals = [0.0] * rows_max
+        self.residuals = array("d", bytes(8 * rows_max))
         """Target minus the regression's value."""
         self.turn_cells = [0] * rows_max
 
@@ -144,12 +140,41 @@ class Ring:
     def explain(self, weights: Array) -> Array:
         """Residuals under these weights, of all rows by place."""
         size = min(self.total, self.rows_max)
-        explained = self.numbers[:size] @ weights[:NUMBERS] + weights[self.cells[:size]].sum(axis=1)
-        residuals = self.targets[:size] - explained
-        self.residuals[:size] = residuals.tolist()
+        residuals = self.targets[:size] - self.numbers[:size] @ weights[:NUMBERS].astype(np.float32)
+        for cells in self.cells.T:
+            residuals -= weights[cells[:size]]
+        self.residuals[:size] = array("d", residuals.tobytes())
         return residuals
 
     def newest(self, rows: int) -> Array:
         """Places of the newest rows, oldest first, from the start of a trajectory on."""
         first = max(0, self.total - rows, self.kept[0].start if self.kept else 0)
         return np.arange(first, self.total) % self.rows_max
+
+    def batch(self) -> Batch:
+        """All rows, oldest first, as copies; the ring must be written."""
+        assert self.written == self.total
+        places = self.newest(self.rows_max)
+        return Batch(
+            self.numbers[places],
+            self.cells[places],
+            self.targets[places],
+            self.clocks[places],
+            self.seen[places],
+            self.groups[places],
+        )
+
+
+Trajectories = tuple[Sequence[Kept], Batch]
+"""Whole trajectories in the order of their rows, and the rows."""
+
+
+def united(first: Trajectories, second: Trajectories) -> Trajectories:
+    """Those of both by clock; equal clocks by task and length."""
+    kept = [*first[0], *second[0]]
+    starts = np.cumsum([0, *(one.rows for one in kept)])
+    order = sorted(range(len(kept)), key=lambda k: (kept[k].clock, kept[k].task, kept[k].rows))
+    places: list[Array] = [np.arange(starts[k], starts[k + 1]) for k in order]
+    chosen = np.concatenate([np.zeros(0, np.int64), *places])
+    columns = zip(first[1], second[1], strict=True)
+    return [kept[k] for k in order], Batch(*(np.concatenate(pair)[chosen] for pair in columns))

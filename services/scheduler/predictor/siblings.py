@@ -21,10 +21,14 @@ SIBLINGS_MAX = 32
 SIGNALS = 6
 _ASSUMED = np.array([0.7, 0.3, 0.0, 0.0, 0.0, 0.0])
 """Weights before anything is known."""
-_PENALTIES = np.array([20.0, 20.0, 20.0, 20.0, 20.0, 20.0])
+_PENALTIES = np.array([20.0, 20.0, 20.0, 20.0, 20.0, 3.0])
+"""Rows' worth of belief in that; few for the constant, which follows a drift."""
+_PENALTY_MIN = 1e-6
 _FINISHED_DOUBT = 1.5
 _TURN_DOUBT = 1.0
 """A mean over n siblings counts n / (n + doubt)."""
+_ASKED_ROWS = 16384
+"""Siblings are looked for in so many of the newest rows."""
 _RESIDUAL_MAX = 3.0
 _TURN_CELLS = 32
 _CLOCK_MAX = 1e9
@@ -45,11 +49,14 @@ def signals(
     )
 
 
-def fit(ring: Ring, residuals: Array, newest: int) -> list[float]:
-    """Weights of the signals, from what they said of the newest rows when those came."""
-    places = ring.newest(ring.rows_max)
+def fit(ring: Ring, residuals: Array, newest: int) -> tuple[list[float], Array]:
+    """Weights of the signals, from what they said of the newest rows when those came.
+
+    Also returns what is left unexplained of those rows.
+    """
+    places = ring.newest(_ASKED_ROWS)
     if len(places) < 2:
-        return _ASSUMED.tolist()
+        return _ASSUMED.tolist(), np.zeros(0)
     cut = np.clip(residuals[places], -_RESIDUAL_MAX, _RESIDUAL_MAX)
     turn_cells = ring.cells[places, 0].astype(np.int64) - NUMBERS
     starts = turn_cells == 0
@@ -75,9 +82,10 @@ def fit(ring: Ring, residuals: Array, newest: int) -> list[float]:
             np.ones(len(mean)),
         ]
     )
-    products = columns @ columns.T + np.diag(_PENALTIES)
-    moments = columns @ cut[told] + _PENALTIES * _ASSUMED
-    return np.linalg.solve(products, moments).tolist()
+    penalties = _PENALTIES * float(np.square(cut[told]).mean()) + _PENALTY_MIN
+    products = columns @ columns.T + np.diag(penalties)
+    weights = np.linalg.solve(products, columns @ cut[told] + penalties * _ASSUMED)
+    return weights.tolist(), residuals[places[told]] - weights @ columns
 
 
 def _before(
@@ -113,10 +121,23 @@ class Siblings:
     def add(self, kept: Kept, ring: Ring) -> None:
         """One has finished."""
         self.finished.append(kept)
-        self._sum(kept, ring)
         if len(self.finished) > SIBLINGS_MAX:
             self.finished.popleft()
             self.seen = -1
+        else:
+            self._sum(kept, ring)
+
+    def queue(self, kept: Kept) -> None:
+        """One has finished, and is summed up with the next refresh."""
+        self.finished.append(kept)
+        if len(self.finished) > SIBLINGS_MAX:
+            self.finished.popleft()
+        self.seen = -1
+
+    def clear(self) -> None:
+        """Forget the finished ones."""
+        self.finished.clear()
+        self.seen = -1
 
     def forget(self, kept: Kept) -> None:
         """Its rows are overwritten."""

@@ -1,7 +1,7 @@
 """From one expected logarithm to a distribution of tokens."""
 
 from bisect import bisect_right
-from math import exp
+from math import exp, sqrt
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,29 @@ LEVELS = 32
 """Equally likely values that stand for a distribution."""
 _ASSUMED = (-1.6, -1.0, -0.7, -0.45, -0.25, -0.05, 0.1, 0.25, 0.45, 0.65, 1.0, 1.5)
 """Errors before any are known."""
+_DOUBT = 30.0
+"""Trajectories after which errors are thought to be 1.22 times what is left of them."""
 _LOG_MAX = 30.0
 
 
 class Spread:
     """How far actual logarithms lie from the expected ones."""
 
-    __slots__ = ("factors", "mean", "p50", "p90")
+    __slots__ = ("factors", "log_mean", "mean", "p50", "p90")
 
-    def __init__(self, errors: Array) -> None:
-        known = np.concatenate([np.asarray(errors, dtype=np.float64), _ASSUMED])
+    def __init__(self, errors: Array, trajectories: float) -> None:
+        """From errors that are left on rows that were learned from.
+
+        Those of rows still to come are larger, the more so the fewer trajectories there were:
+        rows of one trajectory err together.
+        """
+        known = np.concatenate([errors, _ASSUMED])
+        self.log_mean = float(known.mean())
+        middle = np.median(known)
+        wider = sqrt(1.0 + _DOUBT / (trajectories + _DOUBT))
+        known = np.clip(middle + (known - middle) * wider, -_LOG_MAX, _LOG_MAX)
         levels = (np.arange(LEVELS) + 0.5) / LEVELS
-        factors = np.exp(np.clip(np.quantile(known, levels), -_LOG_MAX, _LOG_MAX))
+        factors = np.exp(np.quantile(known, levels))
         self.factors: list[float] = factors.tolist()
         self.mean = float(factors.mean())
         self.p50, self.p90 = np.exp(np.quantile(known, [0.5, 0.9])).tolist()

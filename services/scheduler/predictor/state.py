@@ -7,16 +7,15 @@ import numpy as np
 
 from services.scheduler.predictor.features import CELLS, COLUMNS, NUMBERS
 from services.scheduler.predictor.regression import Sums
-from services.scheduler.predictor.rows import SEEN, Batch, Ring
+from services.scheduler.predictor.rows import SEEN, Batch, Kept, Ring
 
-FORMAT = "libra-residual-1"
+FORMAT = "libra-residual-2"
 """Changes whenever columns change their meaning."""
 
 
 def encode(sums: Sums, ring: Ring, clock: float) -> bytes:
     """All of it; the ring must be written."""
-    assert ring.written == ring.total
-    order = ring.newest(ring.rows_max)
+    batch = ring.batch()
     fields: dict[str, Any] = {
         "format": FORMAT,
         "clock": clock,
@@ -25,11 +24,11 @@ def encode(sums: Sums, ring: Ring, clock: float) -> bytes:
         "products": sums.products.tobytes(),
         "moments": sums.moments.tobytes(),
         "kept": [(kept.task, kept.rows, kept.clock) for kept in ring.kept],
-        "numbers": ring.numbers[order].tobytes(),
-        "cells": ring.cells[order].tobytes(),
-        "targets": ring.targets[order].tobytes(),
-        "clocks": ring.clocks[order].tobytes(),
-        "seen": ring.seen[order].tobytes(),
+        "numbers": batch.numbers.tobytes(),
+        "cells": batch.cells.tobytes(),
+        "targets": batch.targets.tobytes(),
+        "clocks": batch.clocks.tobytes(),
+        "seen": batch.seen.tobytes(),
     }
     return msgpack.packb(fields)
 
@@ -44,10 +43,10 @@ class State:
             ValueError: it is something else, or of another version.
         """
         try:
-            fields = msgpack.unpackb(encoded)
+            unpacked: Any = msgpack.unpackb(encoded)
         except ValueError as error:
             raise ValueError("not a predictor's state") from error
-        fields = cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
+        fields = cast("dict[str, Any]", unpacked) if isinstance(unpacked, dict) else {}
         if fields.get("format") != FORMAT:
             raise ValueError(f"not a predictor's state of format {FORMAT}")
         self.clock: float = fields["clock"]
@@ -55,7 +54,8 @@ class State:
         self.count: float = fields["count"]
         self.products = np.frombuffer(fields["products"]).reshape(COLUMNS, COLUMNS).copy()
         self.moments = np.frombuffer(fields["moments"]).copy()
-        self.kept: list[tuple[str, int, float]] = [tuple(kept) for kept in fields["kept"]]
+        rows = cast("list[tuple[str, int, float]]", fields["kept"])
+        self.kept = [Kept(task, 0, count, clock) for task, count, clock in rows]
         numbers = np.frombuffer(fields["numbers"], np.float32).reshape(-1, NUMBERS)
         self.batch = Batch(
             numbers,
