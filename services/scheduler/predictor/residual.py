@@ -122,6 +122,7 @@ class ResidualPredictor:
         siblings.live += 1
         self._note(live, start_point())
         self._catch_up(live, route)
+        route.siblings_at = live.seen
 
     def returned(self, route: Route) -> None:
         """It has one outcome more."""
@@ -168,6 +169,8 @@ class ResidualPredictor:
             self._leave(known)
             siblings.live -= 1
             siblings.log_sum -= known.log_sampled
+        elif len(route.siblings_at) == len(live.seen):
+            live.seen = [Seen(*known) for known in route.siblings_at]
         total = route.action_tokens
         points = live.points
         while points and points[-1].sampled >= total:
@@ -201,7 +204,7 @@ class ResidualPredictor:
 
     def _learn(self, route: Route, live: _Live, total: int) -> None:
         task = route.task_id or route.group_id
-        siblings = self._siblings.setdefault(task, live.siblings)
+        siblings = self._family(task)
         ring, pending, points = self._ring, self._pending, live.points
         rows = len(points)
         self.clock += 1.0
