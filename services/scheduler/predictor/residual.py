@@ -24,9 +24,14 @@ from services.scheduler.predictor.features import (
 )
 from services.scheduler.predictor.regression import Sums
 from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen, united
-from services.scheduler.predictor.siblings import Siblings, fit, signals
+from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
+from services.scheduler.predictor.unfinished import (
+    location_of,
+    log_turns_left,
+    share_unfinished,
+)
 from services.scheduler.routing.route import Residual, Route
 
 Array = np.ndarray[Any, Any]
@@ -108,7 +113,7 @@ class ResidualPredictor:
         self._weights: list[float] = [0.0] * COLUMNS
         self._version = 0
         self._counts: list[float] = [0.0] * COLUMNS
-        self._trust, _ = fit(self._ring, np.zeros(0), 0)
+        self._trust, _ = fit(self._ring, np.zeros(0), 0, Unfinished())
         self._spread = Spread(np.zeros(0), 0.0)
         self._start_spread = self._spread
 
@@ -307,15 +312,19 @@ class ResidualPredictor:
             self._sums.add(batch)
             ring.write(batch)
         guessed = self._guess()
+        unfinished = Unfinished()
         if guessed is None:
             weights = self._sums.solve()
         else:
-            weights = self._sums.solve(guessed.batch(), self._unfinished_rows / len(guessed))
+            batch = guessed.batch()
+            weights = self._sums.solve(batch, self._unfinished_rows / len(guessed))
+            residuals = batch.targets - batch.dense(COLUMNS) @ weights
+            unfinished = Unfinished(self._unfinished_rows, float(residuals.mean()))
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
         self._version += 1
         residuals = ring.explain(weights)
-        self._trust, errors = fit(ring, residuals, _FIT_ROWS)
+        self._trust, errors = fit(ring, residuals, _FIT_ROWS, unfinished)
         errors = errors[-_SPREAD_ROWS:]
         starts = ring.cells[ring.newest(len(errors)), 0][-len(errors) :] == START_COLUMN
         trajectories = self._counts[START_COLUMN]
@@ -328,12 +337,16 @@ class ResidualPredictor:
         if not rows or rows < _GUESSED_SHARE * self._ring.total:
             return None
         stride = -(-rows // _GUESSED_ROWS_MAX)
+        unsure = share_unfinished(rows, self._sums.count)
+        turns_left = log_turns_left(
+            len(unfinished), rows - len(unfinished), self._counts[START_COLUMN], self._sums.count
+        )
         guessed = Rows()
         # Another residue each time, so that all have their turn.
         for place in range(self._version % min(stride, len(unfinished)), len(unfinished), stride):
             live = unfinished[place]
             last = live.points[-1]
-            location = self._regress(last)
+            location = location_of(last, self._regress(last), turns_left, unsure)
             total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
             for point in live.points:
                 guessed.append(

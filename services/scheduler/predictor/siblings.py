@@ -7,7 +7,7 @@ samples of different models, their weights come out as zero.
 """
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,10 +49,21 @@ def signals(
     )
 
 
-def fit(ring: Ring, residuals: Array, newest: int) -> tuple[list[float], Array]:
+class Unfinished(NamedTuple):
+    """Rows of unfinished trajectories, ended as is expected of them."""
+
+    rows: float = 0.0
+    residual: float = 0.0
+    """Mean."""
+
+
+def fit(
+    ring: Ring, residuals: Array, newest: int, unfinished: Unfinished
+) -> tuple[list[float], Array]:
     """Weights of the signals, from what they said of the newest rows when those came.
 
-    Also returns what is left unexplained of those rows.
+    Unfinished rows count for the constant only: without them it would be that of the short ones.
+    Also returns what is left unexplained of the newest rows, moved likewise.
     """
     places = ring.newest(_ASKED_ROWS)
     if len(places) < 2:
@@ -84,8 +95,14 @@ def fit(ring: Ring, residuals: Array, newest: int) -> tuple[list[float], Array]:
     )
     penalties = _PENALTIES * float(np.square(cut[told]).mean()) + _PENALTY_MIN
     products = columns @ columns.T + np.diag(penalties)
-    weights = np.linalg.solve(products, columns @ cut[told] + penalties * _ASSUMED)
-    return weights.tolist(), residuals[places[told]] - weights @ columns
+    moments = columns @ cut[told] + penalties * _ASSUMED
+    products[-1, -1] += unfinished.rows
+    moments[-1] += unfinished.rows * unfinished.residual
+    weights = np.linalg.solve(products, moments)
+    left = residuals[places[told]] - weights @ columns
+    share = unfinished.rows / (unfinished.rows + len(left))
+    left += share * (unfinished.residual - weights[-1] - left.mean())
+    return weights.tolist(), left
 
 
 def _before(
