@@ -27,11 +27,6 @@ from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen, uni
 from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
-from services.scheduler.predictor.unfinished import (
-    location_of,
-    log_turns_left,
-    share_unfinished,
-)
 from services.scheduler.routing.route import Residual, Route
 
 Array = np.ndarray[Any, Any]
@@ -337,16 +332,12 @@ class ResidualPredictor:
         if not rows or rows < _GUESSED_SHARE * self._ring.total:
             return None
         stride = -(-rows // _GUESSED_ROWS_MAX)
-        unsure = share_unfinished(rows, self._sums.count)
-        turns_left = log_turns_left(
-            len(unfinished), rows - len(unfinished), self._counts[START_COLUMN], self._sums.count
-        )
         guessed = Rows()
         # Another residue each time, so that all have their turn.
         for place in range(self._version % min(stride, len(unfinished)), len(unfinished), stride):
             live = unfinished[place]
             last = live.points[-1]
-            location = location_of(last, self._regress(last), turns_left, unsure)
+            location = self._regress(last)
             total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
             for point in live.points:
                 guessed.append(
