@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from common.blas import use_one_thread
 from services.cli.bench import BenchReport
 
 bench = typer.Typer(help="Measure, and check against the limits.", no_args_is_help=True)
@@ -53,6 +54,7 @@ def overlap(
 @bench.command()
 def scheduler(*, as_json: AsJson = False) -> None:
     """Routing decisions per second and core, over whole trajectories, and memory."""
+    use_one_thread()
     from services.cli.bench_scheduler import bench_scheduler
 
     _finish(bench_scheduler(), as_json=as_json)
@@ -67,6 +69,7 @@ def predictor(
     plot: Annotated[Path | None, typer.Option(help="Draw R² into this file.")] = None,
 ) -> None:
     """How well the tokens still to come are foreseen, on recordings."""
+    use_one_thread()
     from services.cli.bench_predictor import bench_predictor
 
     _finish(bench_predictor(traces=trace, live=live, plot=plot), as_json=as_json)

@@ -11,9 +11,11 @@ import queue
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import structlog
 from xxhash import xxh3_128_digest
@@ -41,6 +43,8 @@ COPIED_AFTER_MIN = 64
 COPIED_AFTER_MAX = 4096
 """Finished trajectories between two copies, twice as many each time. The most take a restart about
 half a second to learn again."""
+GATHER_S = 0.2
+"""Records are gathered for so long and written at once: a wake-up costs more than a record."""
 CLOSE_TIMEOUT_S = 5.0
 """Longer than any copy takes; past it the disk is stuck and the process ends anyway."""
 
@@ -108,13 +112,22 @@ def remembered(config: Config, run_dir: Path) -> Generator[Policy]:
         remembering.keep()
 
 
+class _Item(NamedTuple):
+    """Something to write."""
+
+    content: bytes
+    copy: bool
+    """Of all that was said before it; else it is a record."""
+
+
 class Memory:
     """Writes copies and logs in a thread of its own; no method but `close` waits for it."""
 
     def __init__(self, run_dir: Path, *, pending_max: int = PENDING_MAX) -> None:
-        self._run_dir = run_dir
-        self._queue: queue.Queue[tuple[bytes, bool] | None] = queue.Queue(pending_max)
-        """Records, and copies (marked) of all that was said before them; None is the end."""
+        self._run_dir, self._pending_max = run_dir, pending_max
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        """None is the end."""
+        self._closing = threading.Event()
         numbers = [number for number, _ in logs_of(run_dir)]
         self._number = max(numbers, default=0) + 1
         self._file: BinaryIO | None = None
@@ -132,45 +145,58 @@ class Memory:
 
     def close(self) -> None:
         """Write what is pending and let go."""
-        try:
-            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
-        except queue.Full:
-            return
+        self._closing.set()
+        self._queue.put(None)
         self._writer.join(CLOSE_TIMEOUT_S)
 
     def note(self, record: bytes) -> None:
         """Append a record."""
-        self._put(record, copy=False)
+        self._put(_Item(record, copy=False))
 
     def copy(self, dumped: bytes) -> bool:
         """Replace everything by a copy that contains all records up to now."""
-        return self._put(dumped, copy=True)
+        return self._put(_Item(dumped, copy=True))
 
-    def _put(self, content: bytes, *, copy: bool) -> bool:
-        try:
-            self._queue.put_nowait((content, copy))
-        except queue.Full:
+    def _put(self, item: "_Item") -> bool:
+        if self._queue.qsize() >= self._pending_max:
             self.lost += 1
             return False
+        self._queue.put(item)
         return True
 
     # ── the writer thread ────────────────────────────────────────────────────────────────────
 
     def _write(self) -> None:
-        while (item := self._queue.get()) is not None:
-            content, copy = item
-            try:
+        ended = False
+        while not ended:
+            items = [self._queue.get()]
+            while not self._queue.empty():
+                items.append(self._queue.get())
+            ended = items[-1] is None
+            for copy, same in groupby(filter(None, items), key=attrgetter("copy")):
                 if copy:
-                    self._replace(content)
-                    self._failed = False
-                elif not self._failed:  # A hole in a log is fine, a torn record in it is not.
-                    self._append(content)
-            except OSError as error:
-                if not self._failed:
-                    log.warning("learning.unsaved", reason=str(error))
-                self._failed = True
+                    self._try(self._replace, [*same][-1].content)
+                else:
+                    self._try(self._append, b"".join(item.content for item in same))
+            self._closing.wait(GATHER_S)
         if self._file is not None:
             self._file.close()
+
+    def _try(self, write: Callable[[bytes], None], content: bytes) -> None:
+        """Say what goes wrong, once; then nothing is appended until a copy was written.
+
+        A hole in a log is fine, what follows a torn record is lost.
+        """
+        if self._failed and write == self._append:
+            return
+        try:
+            write(content)
+        except OSError as error:
+            if not self._failed:
+                log.warning("learning.unsaved", reason=str(error))
+            self._failed = True
+        else:
+            self._failed = False
 
     def _append(self, record: bytes) -> None:
         if self._file is None:
