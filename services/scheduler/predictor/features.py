@@ -62,10 +62,16 @@ _STATUS = {
 _TOOLS_KNOWN_MAX = 4096
 _TURNS_GUESSED = 3.0
 _TURNS_GUESSED_PER_TURN = 0.5
-"""Without any evidence: so many turns more, of the mean length so far. The longer it has gone on,
-the longer it will (Lindy)."""
+"""Without any evidence: so many turns more. The longer it has gone on, the longer it will."""
+_TURN_TOKENS_GUESSED = 60
+"""Their length is the mean so far, of one such turn more: a first turn alone says little."""
 TOKENS_GUESSED = 500
 """In all, of a trajectory that has sampled nothing yet, without any evidence."""
+
+
+def turns_guessed(turn: int) -> float:
+    """Turns to come after so many, without any evidence."""
+    return _TURNS_GUESSED + _TURNS_GUESSED_PER_TURN * turn
 
 
 def turn_cell(turn: int) -> int:
@@ -226,8 +232,8 @@ class Progress:
             tool_cell,
             failed_cell,
         )
-        turns_left = _TURNS_GUESSED + _TURNS_GUESSED_PER_TURN * turn
-        base = log1p(self.sampled / turn * turns_left)
+        turn_tokens = (self.sampled + _TURN_TOKENS_GUESSED) / (turn + 1)
+        base = log1p(turn_tokens * turns_guessed(turn))
         return Point(numbers, cells, base, counted, self.sampled)
 
 

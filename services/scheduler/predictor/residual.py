@@ -22,11 +22,17 @@ from services.scheduler.predictor.features import (
     ToolCells,
     start_point,
 )
+from services.scheduler.predictor.live import Live
 from services.scheduler.predictor.regression import Sums
 from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen, united
 from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
+from services.scheduler.predictor.unfinished import (
+    location_of,
+    log_turns_left,
+    share_unfinished,
+)
 from services.scheduler.routing.route import Residual, Route
 
 Array = np.ndarray[Any, Any]
@@ -56,34 +62,6 @@ are."""
 _LOG_REMAINING_MAX = 14.0
 
 
-class _Live:
-    """A trajectory that has not ended."""
-
-    __slots__ = (
-        "locations",
-        "log_sampled",
-        "place",
-        "points",
-        "progress",
-        "seen",
-        "siblings",
-        "version",
-    )
-
-    def __init__(self, progress: Progress, siblings: Siblings) -> None:
-        self.place = -1
-        """Among those that have had a turn, or -1."""
-        self.progress = progress
-        self.siblings = siblings
-        self.points: list[Point] = []
-        self.seen: list[Seen] = []
-        self.log_sampled = 0.0
-        self.locations: list[float] = []
-        """By the regression alone, as of when each point came, or later."""
-        self.version = -1
-        """Of the weights behind the last location."""
-
-
 class ResidualPredictor:
     """Implements `Predictor`.
 
@@ -98,8 +76,8 @@ class ResidualPredictor:
         self._ring = Ring(rows_max)
         self._pending = Rows()
         self._tools = ToolCells()
-        self._live: dict[str, _Live] = {}
-        self._unfinished: list[_Live] = []
+        self._live: dict[str, Live] = {}
+        self._unfinished: list[Live] = []
         """Those of them that have had a turn, in no order."""
         self._unfinished_rows = 0
         self._siblings: dict[str, Siblings] = {}
@@ -117,7 +95,7 @@ class ResidualPredictor:
         if route.trajectory_id in self._live:
             self.end(route, finished=False)
         siblings = self._family(route.task_id or route.group_id)
-        live = _Live(Progress(self._tools), siblings)
+        live = Live(Progress(self._tools), siblings)
         self._live[route.trajectory_id] = live
         siblings.live += 1
         self._note(live, start_point())
@@ -180,7 +158,7 @@ class ResidualPredictor:
         elif not siblings.finished and not siblings.live:
             self._siblings.pop(route.task_id or route.group_id, None)
 
-    def _catch_up(self, live: _Live, route: Route) -> None:
+    def _catch_up(self, live: Live, route: Route) -> None:
         """Note the turns that a living one has had since."""
         told = len(live.points)
         for turn in range(told - 1, route.turns):
@@ -192,7 +170,7 @@ class ResidualPredictor:
             self._unfinished.append(live)
             self._unfinished_rows += len(live.points)
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: Live) -> None:
         """It is not unfinished any more."""
         if live.place < 0:
             return
@@ -202,7 +180,7 @@ class ResidualPredictor:
             last.place = live.place
             self._unfinished[last.place] = last
 
-    def _learn(self, route: Route, live: _Live, total: int) -> None:
+    def _learn(self, route: Route, live: Live, total: int) -> None:
         task = route.task_id or route.group_id
         siblings = self._family(task)
         ring, pending, points = self._ring, self._pending, live.points
@@ -231,26 +209,26 @@ class ResidualPredictor:
         if not siblings.finished and not siblings.live:
             del self._siblings[kept.task]
 
-    def _find(self, route: Route) -> _Live:
+    def _find(self, route: Route) -> Live:
         """The living one; made from its route if it was never begun, or its turns not told."""
         live = self._live.get(route.trajectory_id)
         if live is not None and len(live.points) == route.turns + 1:
             return live
         siblings = self._siblings.get(route.task_id or route.group_id) or Siblings(0)
-        live = _Live(Progress(self._tools), siblings)
+        live = Live(Progress(self._tools), siblings)
         self._note(live, start_point())
         for turn in range(route.turns):
             self._advance(live, route, turn)
         siblings.log_sum -= live.log_sampled
         return live
 
-    def _advance(self, live: _Live, route: Route, turn: int) -> None:
+    def _advance(self, live: Live, route: Route, turn: int) -> None:
         point = live.progress.advance(
             route.outcomes[turn], route.action_tokens_at[turn], route.context_tokens_at[turn]
         )
         self._note(live, point)
 
-    def _note(self, live: _Live, point: Point) -> None:
+    def _note(self, live: Live, point: Point) -> None:
         live.points.append(point)
         siblings = live.siblings
         unfinished = siblings.live - 1 if siblings.live > 0 else 0
@@ -278,7 +256,7 @@ class ResidualPredictor:
             + (w[c7] + w[c8] + w[c9])
         )
 
-    def _location(self, live: _Live, point: Point) -> float:
+    def _location(self, live: Live, point: Point) -> float:
         if live.version != self._version:
             live.locations[-1] = self._regress(point)
             live.version = self._version
@@ -332,12 +310,16 @@ class ResidualPredictor:
         if not rows or rows < _GUESSED_SHARE * self._ring.total:
             return None
         stride = -(-rows // _GUESSED_ROWS_MAX)
+        unsure = share_unfinished(rows, self._sums.count)
+        turns_left = log_turns_left(
+            len(unfinished), rows - len(unfinished), self._counts[START_COLUMN], self._sums.count
+        )
         guessed = Rows()
         # Another residue each time, so that all have their turn.
         for place in range(self._version % min(stride, len(unfinished)), len(unfinished), stride):
             live = unfinished[place]
             last = live.points[-1]
-            location = self._regress(last)
+            location = location_of(last, self._regress(last), turns_left, unsure)
             total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
             for point in live.points:
                 guessed.append(

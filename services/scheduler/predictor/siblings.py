@@ -58,7 +58,7 @@ class Unfinished(NamedTuple):
 
 
 def fit(
-    ring: Ring, residuals: Array, newest: int, unfinished_rows: Unfinished
+    ring: Ring, residuals: Array, newest: int, censored: Unfinished
 ) -> tuple[list[float], Array]:
     """Weights of the signals, from what they said of the newest rows when those came.
 
@@ -96,12 +96,12 @@ def fit(
     penalties = _PENALTIES * float(np.square(cut[told]).mean()) + _PENALTY_MIN
     products = columns @ columns.T + np.diag(penalties)
     moments = columns @ cut[told] + penalties * _ASSUMED
-    products[-1, -1] += unfinished_rows.rows
-    moments[-1] += unfinished_rows.rows * unfinished_rows.residual
+    products[-1, -1] += censored.rows
+    moments[-1] += censored.rows * censored.residual
     weights = np.linalg.solve(products, moments)
     left = residuals[places[told]] - weights @ columns
-    share = unfinished_rows.rows / (unfinished_rows.rows + len(left))
-    left += share * (unfinished_rows.residual - weights[-1] - left.mean())
+    share = censored.rows / (censored.rows + len(left))
+    left += share * (censored.residual - weights[-1] - left.mean())
     return weights.tolist(), left
 
 
