@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.config import SchedulerConfig
 from common.trajectory import ToolStatus
@@ -169,11 +170,13 @@ def test_a_policy_that_learns_nothing_keeps_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
-    with Memory(tmp_path / "gone") as memory:
+def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path: Path) -> None:
+    with capture_logs() as logged, Memory(tmp_path / "gone") as memory:
         policy = Remembering(fresh(), memory)
         teach(policy)
         policy.keep()
+    assert [line["event"] for line in logged] == ["learning.unsaved"]
+    assert len(policy.dump()) > len(fresh().dump())
 
 
 def test_whoever_teaches_never_waits_for_the_disk(tmp_path: Path) -> None:
