@@ -108,8 +108,11 @@ def fit(
 def _before(
     keys: Array, clocks: Array, values: Array, asked: Array, at: Array
 ) -> tuple[Array, Array]:
-    """Mean and number of the values under a key by a clock, for each key and clock asked."""
-    order = np.lexsort((clocks, keys))
+    """Mean and number of the values under a key by a clock, for each key and clock asked.
+
+    Clocks ascend.
+    """
+    order = np.argsort(keys, kind="stable")
     sums = np.r_[0.0, np.cumsum(values[order])]
     stamps = keys[order] * _CLOCK_MAX + clocks[order]
     last = np.searchsorted(stamps, asked * _CLOCK_MAX + at, side="right")

@@ -12,6 +12,7 @@ Array = np.ndarray[Any, Any]
 
 LEVELS = 32
 """Equally likely values that stand for a distribution."""
+_LEVELS = np.array([*((np.arange(LEVELS) + 0.5) / LEVELS), 0.5, 0.9])
 _ASSUMED = (-1.6, -1.0, -0.7, -0.45, -0.25, -0.05, 0.1, 0.25, 0.45, 0.65, 1.0, 1.5)
 """Errors before any are known."""
 _DOUBT = 30.0
@@ -32,14 +33,15 @@ class Spread:
         """
         known = np.concatenate([errors, _ASSUMED])
         self.log_mean = float(known.mean())
-        middle = np.median(known)
+        known.sort()
+        quantiles = np.interp(_LEVELS, np.linspace(0.0, 1.0, len(known)), known)
+        middle = quantiles[LEVELS]
         wider = sqrt(1.0 + _DOUBT / (trajectories + _DOUBT))
-        known = np.clip(middle + (known - middle) * wider, -_LOG_MAX, _LOG_MAX)
-        levels = (np.arange(LEVELS) + 0.5) / LEVELS
-        factors = np.exp(np.quantile(known, levels))
-        self.factors: list[float] = factors.tolist()
-        self.mean = float(factors.mean())
-        self.p50, self.p90 = np.exp(np.quantile(known, [0.5, 0.9])).tolist()
+        quantiles = np.clip(middle + (quantiles - middle) * wider, -_LOG_MAX, _LOG_MAX)
+        factors = np.exp(quantiles)
+        self.factors: list[float] = factors[:LEVELS].tolist()
+        self.mean = float(factors[:LEVELS].mean())
+        self.p50, self.p90 = factors[LEVELS:].tolist()
 
     def residual(self, location: float, evidence: float) -> Residual:
         """Tokens remaining, when the logarithm of one more is expected at `location`."""
