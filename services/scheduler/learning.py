@@ -78,17 +78,32 @@ def logs_of(run_dir: Path) -> list[tuple[int, Path]]:
 def _load(policy: Policy, path: Path) -> int | None:
     """Load a copy; returns the first log that is not in it, or None when it cannot be used."""
     try:
-        kept = path.read_bytes()
-        digest, copy = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
-        if xxh3_128_digest(copy) != digest:
-            raise ValueError(f"{path} is damaged")
-        policy.load(copy[FIRST_LOG.size :])
+        first, dumped = _read(path)
+        policy.load(dumped)
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
         log.warning("learning.ignored", reason=str(error))
         return None
-    return FIRST_LOG.unpack_from(copy)[0]
+    return first
+
+
+def _read(path: Path) -> tuple[int, bytes]:
+    """The first log that a copy does not contain, and the copy."""
+    kept = path.read_bytes()
+    digest, copy = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
+    if len(copy) < FIRST_LOG.size or xxh3_128_digest(copy) != digest:
+        raise ValueError(f"{path} is damaged")
+    return FIRST_LOG.unpack_from(copy)[0], copy[FIRST_LOG.size :]
+
+
+def _next_log(run_dir: Path) -> int:
+    """A number beyond those of all logs, and of those that the copy contains."""
+    try:
+        first, _ = _read(run_dir / FILE)
+    except (OSError, ValueError):  # `restore` has said so.
+        first = 1
+    return max([first, *(number + 1 for number, _ in logs_of(run_dir))])
 
 
 def _learn(policy: Policy, path: Path) -> int:
@@ -128,8 +143,7 @@ class Memory:
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         """None is the end."""
         self._closing = threading.Event()
-        numbers = [number for number, _ in logs_of(run_dir)]
-        self._number = max(numbers, default=0) + 1
+        self._number = _next_log(run_dir)
         self._file: BinaryIO | None = None
         self._failed = False
         self.lost = 0

@@ -87,6 +87,13 @@ def test_an_orderly_end_leaves_a_copy_and_no_log(tmp_path: Path) -> None:
     assert restored(tmp_path).dump() == policy.dump()
 
 
+def test_a_kill_after_an_orderly_end_loses_neither_life(tmp_path: Path) -> None:
+    with remembered(LIBRA, tmp_path) as policy:
+        teach(policy)
+    policy = teach_and_die(tmp_path, 5, first=20)
+    assert len(restored(tmp_path).dump()) == len(policy.dump())
+
+
 def test_a_copy_contains_what_was_said_before_it_and_the_log_what_came_after(
     tmp_path: Path,
 ) -> None:
