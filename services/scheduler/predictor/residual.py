@@ -53,6 +53,8 @@ _SOLVE_UNFINISHED_SHARE = 32
 thirty-second of the unfinished, or 512…"""
 _SOLVE_UNFINISHED = 64
 """…or one for so many unfinished rows: one more turn of few says little of so many."""
+_LOOK_BACK_EVERY = 4
+"""Solutions, once the ring is well filled: looking at all past rows costs more than they do."""
 _GUESSED_SHARE = 0.05
 """Unfinished trajectories count in while they have this share of all rows ever finished: later,
 those that finish are as long as those that begin."""
@@ -85,6 +87,9 @@ class ResidualPredictor:
         self._points_since_solve = 0
         self._weights: list[float] = [0.0] * COLUMNS
         self._version = 0
+        """Of the weights."""
+        self._looked = 0
+        """Times that past rows were looked at anew."""
         self._counts: list[float] = [0.0] * COLUMNS
         self._trust, _ = fit(self._ring, np.zeros(0), 0, Unfinished())
         self._spread = Spread(np.zeros(0), 0.0)
@@ -262,8 +267,8 @@ class ResidualPredictor:
             live.version = self._version
         location = live.locations[-1]
         siblings = live.siblings
-        if siblings.seen != self._version:
-            siblings.refresh(self._ring, self._version)
+        if siblings.seen != self._looked:
+            siblings.refresh(self._ring, self._looked)
         mean, finished, at_turn, count = siblings.means(point.cells[0] - START_COLUMN)
         seen = live.seen[-1]
         a, b, c, d, e, f = signals(mean, finished, at_turn, count, seen.unfinished, seen.ahead)
@@ -296,6 +301,13 @@ class ResidualPredictor:
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
         self._version += 1
+        if not self._version % _LOOK_BACK_EVERY or ring.total < _FIT_ROWS:
+            self._look_back(weights, unfinished)
+
+    def _look_back(self, weights: Array, unfinished: Unfinished) -> None:
+        """Derive anew what past rows leave unexplained: siblings' word, and the spread."""
+        ring = self._ring
+        self._looked += 1
         residuals = ring.explain(weights)
         self._trust, errors = fit(ring, residuals, _FIT_ROWS, unfinished)
         errors = errors[-_SPREAD_ROWS:]
