@@ -55,6 +55,8 @@ _SOLVE_UNFINISHED = 64
 """…or one for so many unfinished rows: one more turn of few says little of so many."""
 _LOOK_BACK_EVERY = 4
 """Solutions, once the ring is well filled: looking at all past rows costs more than they do."""
+_LOOK_BACK_ROWS = 8192
+"""Until so many, solutions are as rare as the rows are few, and each looks back."""
 _GUESSED_SHARE = 0.05
 """Unfinished trajectories count in while they have this share of all rows ever finished: later,
 those that finish are as long as those that begin."""
@@ -301,7 +303,7 @@ class ResidualPredictor:
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
         self._version += 1
-        if not self._version % _LOOK_BACK_EVERY or ring.total < _FIT_ROWS:
+        if not self._version % _LOOK_BACK_EVERY or ring.total < _LOOK_BACK_ROWS:
             self._look_back(weights, unfinished)
 
     def _look_back(self, weights: Array, unfinished: Unfinished) -> None:
