@@ -1,0 +1,63 @@
+"""The benchmark of the residual predictor: its protocols, its measure and its rivals."""
+
+from math import inf, log1p
+
+import pytest
+
+from common.trajectory import ToolStatus
+from services.cli.bench_predictor import concurrent, judge, play, r2, sequential, steps
+from services.cli.bench_predictor_baselines import GUESS, SIGNALS, Table, Tree
+from services.simulator.traces import TraceTrajectory, TraceTurn
+
+
+def recorded(name: str, outputs: list[int], group: str = "g") -> TraceTrajectory:
+    turns = [TraceTurn(tokens, "search", ToolStatus.OK, 10, None) for tokens in outputs[:-1]]
+    last = TraceTurn(outputs[-1], "", None, 0, None)
+    return TraceTrajectory(name, group, 20, (*turns, last))
+
+
+def test_in_sequence_each_ends_before_the_next_begins() -> None:
+    events = list(sequential([recorded("a", [5, 5]), recorded("b", [5])]))
+    assert events == [(0, -1), (0, 0), (0, 1), (1, -1), (1, 0)]
+
+
+def test_concurrently_turns_take_their_tokens_and_the_short_finish_first() -> None:
+    events = list(concurrent([recorded("a", [9, 9]), recorded("b", [4, 4])], live_max=2))
+    assert events == [(0, -1), (1, -1), (1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+def test_a_group_starts_whole_once_there_is_room() -> None:
+    group = [recorded("b", [3], "h"), recorded("c", [3], "h")]
+    events = list(concurrent([recorded("a", [9]), *group], live_max=2))
+    assert events == [(0, -1), (0, 0), (1, -1), (2, -1), (1, 0), (2, 0)]
+
+
+def test_a_step_tells_what_is_still_to_come() -> None:
+    trajectories = [recorded("a", [5, 7, 8])]
+    told = [(turn, left) for _, turn, left in steps(trajectories, sequential(trajectories))]
+    assert told == [(-1, 20), (0, 15), (1, 8), (-2, 0)]
+
+
+def test_r2_is_one_when_all_is_foreseen_and_zero_for_the_mean() -> None:
+    assert r2([1.0, 3.0], [1.0, 3.0]) == 1.0
+    assert r2([2.0, 2.0], [1.0, 3.0]) == 0.0
+    assert r2([2.0], [2.0]) == 0.0
+
+
+def test_nothing_is_known_before_the_first_one_finished() -> None:
+    played = play([recorded("a", [5, 7])], sequential([recorded("a", [5, 7])]))
+    assert played.actual == [log1p(7)]
+    assert {each for rows in played.baselines.values() for row in rows for each in row} == {GUESS}
+    assert judge(played)["whole"]["r2"] == 0.0
+
+
+@pytest.mark.parametrize("estimator", [Table(SIGNALS["turn"], inf, 1.0), Tree()])
+def test_rivals_learn_from_those_that_finished(estimator: Table | Tree) -> None:
+    trajectories = [recorded(f"t{number}", [5, 50]) for number in range(30)]
+    expected: list[float] = []
+    for route, turn, _ in steps(trajectories, sequential(trajectories)):
+        if turn == -2:
+            estimator.learn(route)
+        elif turn == 0:
+            expected.append(estimator.expect(route))
+    assert expected[-1] == pytest.approx(log1p(50), abs=0.1)
