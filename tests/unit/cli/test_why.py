@@ -124,10 +124,10 @@ def test_a_unique_beginning_is_enough_and_an_ambiguous_one_is_not(tmp_path: Path
     ids = sorted(desk.book.groups.trajectories)
     with pytest.raises(ConfigError, match="begins several"):
         find(store, ids[0][:-1])
-    store.apply([TrajectoryRow("alone.e0.a0.0", "alone.e0.a0", 0, "waiting")])
-    found = find(store, "alo")
+    store.apply([TrajectoryRow("lonely.e0.a0.0", "lonely.e0.a0", 0, "waiting")])
+    found = find(store, "lon")
     assert isinstance(found, TrajectoryRow)
-    assert found.trajectory_id == "alone.e0.a0.0"
+    assert found.trajectory_id == "lonely.e0.a0.0"
     desk.close()
 
 

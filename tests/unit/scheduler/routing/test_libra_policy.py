@@ -168,7 +168,9 @@ def test_what_was_learned_survives_dump_and_load() -> None:
 
 
 def test_a_first_start_has_nothing_to_load() -> None:
-    libra().load(b"")
+    policy = libra()
+    policy.load(b"")
+    assert policy.dump() == libra().dump()
 
 
 def test_beginnings_and_ends_reach_the_predictor() -> None:
