@@ -185,7 +185,10 @@ def judge(expected: Expected) -> dict[str, dict[str, float]]:
 
 
 def speeds(trajectories: Sequence[TraceTrajectory], live_max: int) -> dict[str, float]:
-    """CPU time per routing point of a query and of all updates, in the concurrent protocol."""
+    """CPU time of a query and of all updates per routing point, in the concurrent protocol.
+
+    An update is also counted per call: each trajectory begins, has its returns, and ends.
+    """
     events = list(concurrent(trajectories, live_max))
     points = sum(len(trajectory.turns) - 1 for trajectory in trajectories)
     rounds = -(-SPEED_POINTS_MIN // max(1, points))
@@ -196,8 +199,13 @@ def speeds(trajectories: Sequence[TraceTrajectory], live_max: int) -> dict[str, 
         )
         for told, ask in ((False, False), (True, False), (True, True))
     )
-    per_point = 1e6 / max(1, points * rounds)
-    return {"update_us": (updating - idle) * per_point, "query_us": (asking - updating) * per_point}
+    update, query = 1e6 * (updating - idle) / rounds, 1e6 * (asking - updating) / rounds
+    calls = points + 2 * len(trajectories)
+    return {
+        "update_us": update / max(1, points),
+        "update_call_us": update / calls,
+        "query_us": query / max(1, points),
+    }
 
 
 def _seconds(
