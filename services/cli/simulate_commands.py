@@ -25,7 +25,7 @@ def simulate(  # noqa: PLR0913  (one parameter for each option)
     scale: Annotated[float, typer.Option(help="Multiplies all lengths.")] = 1.0,
     cluster: Annotated[str, typer.Option(help="Which workers there are.")] = "paper",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 8,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy.")] = 5,
     processes: Annotated[int, typer.Option(min=0, help="Runs at a time; 0 takes all cores.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Picture to write: .png, .svg, .pdf.")] = None,
     as_json: Annotated[

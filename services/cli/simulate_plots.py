@@ -47,7 +47,7 @@ def plot_curves(
     path: Path, title: str, xs: Sequence[float], curves: Mapping[str, Sequence[Spread]], *, y: str
 ) -> None:
     """A curve with its range for each policy over the outcome strength."""
-    figure = _figure(width=6.4, height=4.2)
+    figure = _figure(width=6.4, height=4.8)
     axis = figure.subplots()
     for place, (policy, spreads) in enumerate(curves.items()):
         colour = COLOURS[place % len(COLOURS)]
@@ -56,7 +56,7 @@ def plot_curves(
         axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
     axis.set_xlabel("outcome strength (share of residual variance that outcomes explain)")
     axis.set_ylabel(y)
-    axis.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     _plain(axis)
     axis.set_title(title, fontsize=10)
     _save(figure, path)
