@@ -20,7 +20,7 @@ CONFIG = """
 [run]
 name = "job"
 directory = "{directory}/runs"
-max_steps = 3
+max_steps = 6
 
 [model]
 path = "{repository}/assets/tiny-agent"
@@ -50,7 +50,7 @@ slots = 24
 kv_tokens = 16384
 
 [scheduler]
-placement = "libra"
+placement = "round_robin"
 lease_s = 3.0
 
 [training]
@@ -115,9 +115,9 @@ def test_trajectories_of_a_killed_and_of_a_drained_worker_go_on_elsewhere(tmp_pa
     with running(make_config(tmp_path)) as job:
         end(job, "short-0", signal.SIGKILL, turns=1, held=2)
         job.wait_for_steps(1)
-        end(job, "long-0", signal.SIGTERM, turns=0, held=10)  # Some of them call the tool.
+        end(job, "long-0", signal.SIGTERM, turns=0, held=4)  # Some of them call the tool.
         assert job.wait() == 0, job.output
-        assert job.summary()["steps"] == 3
+        assert job.summary()["steps"] == 6
         assert job.summary()["trajectories"]["excluded"] == {}
 
         # Its membership and its trajectories' leases end at about the same time.
