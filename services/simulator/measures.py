@@ -49,7 +49,7 @@ class RunResult:
     moves_kv: int
     """Those whose cache came along."""
     routing_accuracy: float
-    """Share of tool returns at which the bucket of the length that was last expected (the present
+    """Share of tool returns at which the bucket of the length that was last expected (its median; the present
     length, where the policy never expects one) is the bucket of the length at the end."""
     placement_accuracy: float
     """Share of tool returns after which it is in the bucket of its length at the end."""
@@ -114,7 +114,8 @@ class Measures:
     output_tokens: int = 0
     trained_tokens: int = 0
     expected: dict[str, int] = field(default_factory=dict[str, int])
-    """Context at its end as last expected, by trajectory; of policies that expect one."""
+    """Context at its end as last expected, at the median, by trajectory; of policies that expect
+    one."""
     trained: dict[str, int] = field(default_factory=dict[str, int])
     """Step of each trained group."""
     ended: dict[str, TrajectoryRow] = field(default_factory=dict[str, TrajectoryRow])
@@ -200,9 +201,18 @@ class Measures:
         self.returns_placed += self.bucket_of.get(route.worker or peer, -1) == final
 
     def _note_expected(self, route: Route | None) -> None:
-        """What was expected at the start counts until something else is."""
-        if route is not None and route.residual is not None:
-            self.expected[route.trajectory_id] = route.kv_expected
+        """What was expected at the start counts until something else is.
+
+        Policies give the mean of the lengths that they hold possible, which costs are made of. The
+        bucket is that of the median: a few very long ones pull the mean over a border that most
+        stay below.
+        """
+        if route is None or route.residual is None:
+            return
+        context, residual = route.context_tokens, route.residual
+        median = residual.p50 / residual.mean if residual.mean > 0 else 1.0
+        growth = (route.kv_expected - context) * median
+        self.expected[route.trajectory_id] = context + round(growth)
 
     def moved(self, row: TrajectoryRow) -> None:
         """A move was taken by its target."""
