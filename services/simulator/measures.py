@@ -49,8 +49,8 @@ class RunResult:
     moves_kv: int
     """Those whose cache came along."""
     routing_accuracy: float
-    """Share of tool returns at which the bucket of the length that was last expected (its median; the present
-    length, where the policy never expects one) is the bucket of the length at the end."""
+    """Share of tool returns at which the bucket of the length that was last expected (the median;
+    the present length, where the policy never expects one) is that of the length at the end."""
     placement_accuracy: float
     """Share of tool returns after which it is in the bucket of its length at the end."""
     idle: dict[str, float]
