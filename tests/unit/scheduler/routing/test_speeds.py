@@ -4,6 +4,8 @@ import pytest
 
 from services.scheduler.routing.policy import TurnMeasure
 from services.scheduler.routing.speeds import Speeds, StepTime, guess
+from services.simulator.costs import engine_speed
+from services.simulator.devices import A800, H200, QWEN3_14B, Device
 from tests.support.routing import LONG, SHORT
 
 TRUE = StepTime(0.030, 0.0004, 4e-7, 3e-4)
@@ -33,6 +35,26 @@ def test_step_times_are_found_within_a_few_percent(seed: int) -> None:
     found = speeds_after(600, seed=seed).of("short")
     for running, kv in ((1, 1000), (10, 10_000), (40, 100_000)):
         assert found.step_s(running, kv) == pytest.approx(TRUE.step_s(running, kv), rel=0.1)
+
+
+@pytest.mark.parametrize("device", [A800, H200])
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_an_engine_that_is_no_sum_of_three_parts_is_still_foreseen(
+    device: Device, tensor_parallel: int
+) -> None:
+    """Its iterations are bound by memory in small batches and by compute in large ones."""
+    engine = engine_speed(QWEN3_14B, device, tensor_parallel)
+    speeds, rng, errors = Speeds(), random.Random(0), list[float]()
+    speeds.add((SHORT,))
+    for turn in range(700):
+        running = rng.randint(1, 100)
+        kv = running * rng.randint(500, 6000)
+        step_s = engine.iteration_s(running, kv)
+        if turn >= 200:
+            errors.append(speeds.of("short").step_s(running, kv) / step_s - 1)
+        speeds.turn_measured(measure(running, kv, step_s * rng.lognormvariate(0, 0.1)))
+    assert abs(sum(errors)) / len(errors) < 0.02
+    assert sum(abs(error) for error in errors) / len(errors) < 0.05
 
 
 def test_a_larger_parallelism_is_faster_before_any_turn() -> None:
