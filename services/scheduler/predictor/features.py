@@ -9,6 +9,7 @@ sums over rows can be added across shards.
 
 from collections.abc import Iterator
 from math import log1p, log2
+from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
@@ -96,15 +97,19 @@ class Point(NamedTuple):
     """Turns finished, at most `TURN_MAX - 1`."""
     sampled: int
     """Action tokens up to here."""
+    packed: bytes
+    """Numbers and cells as float64: it is taken in many times while a trajectory lives."""
 
 
+_PACK = Struct(f"{NUMBERS + CELLS}d").pack
 _NO_NUMBERS = (0.0,) * NUMBERS
 _START_CELLS = (_TURN, *(COLUMNS - 1,) * (CELLS - 1))
 
 
 def start_point() -> Point:
     """The point before the first turn."""
-    return Point(_NO_NUMBERS, _START_CELLS, log1p(TOKENS_GUESSED), 0, 0)
+    packed = _PACK(*_NO_NUMBERS, *_START_CELLS)
+    return Point(_NO_NUMBERS, _START_CELLS, log1p(TOKENS_GUESSED), 0, 0, packed)
 
 
 class ToolCells:
@@ -234,7 +239,7 @@ class Progress:
         )
         turn_tokens = (self.sampled + _TURN_TOKENS_GUESSED) / (turn + 1)
         base = log1p(turn_tokens * turns_guessed(turn))
-        return Point(numbers, cells, base, counted, self.sampled)
+        return Point(numbers, cells, base, counted, self.sampled, _PACK(*numbers, *cells))
 
 
 def points_of(route: Route, tools: ToolCells) -> Iterator[Point]:

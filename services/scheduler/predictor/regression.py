@@ -64,11 +64,11 @@ class Sums:
         self.moments += other.moments * share
         self.count += other.count * share
 
-    def solve(self, guessed: Batch | None = None, weight: float = 1.0) -> Array:
-        """Weights of the columns; `guessed` rows count in for this once."""
+    def solve(self, guessed: tuple[Array, Array] | None = None, weight: float = 1.0) -> Array:
+        """Weights of the columns; `guessed` rows, dense, and targets count in for this once."""
         products, moments = self.products, self.moments
         if guessed is not None:
-            dense = guessed.dense(COLUMNS)
+            dense, targets = guessed
             products = products + weight * (dense.T @ dense)
-            moments = moments + weight * (dense.T @ guessed.targets)
+            moments = moments + weight * (dense.T @ targets)
         return np.linalg.solve(products + np.diag(_PENALTIES), moments)

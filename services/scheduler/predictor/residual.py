@@ -23,6 +23,7 @@ from services.scheduler.predictor.features import (
     start_point,
 )
 from services.scheduler.predictor.live import Live
+from services.scheduler.predictor.pace import solve_after
 from services.scheduler.predictor.regression import Sums
 from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen, united
 from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
@@ -45,14 +46,6 @@ _FIT_ROWS = 1024
 """Newest rows that the weights of siblings are fitted on."""
 _SPREAD_ROWS = 320
 """Newest rows whose errors are the spread: few, so that it follows a drift."""
-_SOLVE_ROWS_MIN = 4
-_SOLVE_ROWS_MAX = 512
-_SOLVE_SHARE = 12
-_SOLVE_UNFINISHED_SHARE = 32
-"""Weights are solved anew when so many rows are new, a twelfth of all that were ever finished and a
-thirty-second of the unfinished, or 512…"""
-_SOLVE_UNFINISHED = 64
-"""…or one for so many unfinished rows: one more turn of few says little of so many."""
 _LOOK_BACK_EVERY = 4
 """Solutions, once the ring is well filled: looking at all past rows costs more than they do."""
 _LOOK_BACK_ROWS = 8192
@@ -87,6 +80,8 @@ class ResidualPredictor:
         self._siblings: dict[str, Siblings] = {}
         self._numbered = 0
         self._points_since_solve = 0
+        self._solve_soonest = 0
+        """No sooner, whatever has changed since: nearly always enough to know."""
         self._weights: list[float] = [0.0] * COLUMNS
         self._version = 0
         """Of the weights."""
@@ -116,8 +111,7 @@ class ResidualPredictor:
             self.begin(route)
             return
         self._catch_up(live, route)
-        if self._points_since_solve >= self._solve_after():
-            self.settle()
+        self._settle_if_due()
 
     def predict(self, route: Route, *, tokens_since_return: int = 0) -> Residual:
         """Tokens still to come."""
@@ -205,8 +199,7 @@ class ResidualPredictor:
             self._forget(old)
         siblings.add(kept, ring)
         self._points_since_solve += 1
-        if self._points_since_solve >= self._solve_after():
-            self.settle()
+        self._settle_if_due()
 
     def _forget(self, kept: Kept) -> None:
         siblings = self._siblings.get(kept.task)
@@ -219,7 +212,7 @@ class ResidualPredictor:
     def _find(self, route: Route) -> Live:
         """The living one; made from its route if it was never begun, or its turns not told."""
         live = self._live.get(route.trajectory_id)
-        if live is not None and len(live.points) == route.turns + 1:
+        if live is not None and len(live.points) == len(route.outcomes) + 1:
             return live
         siblings = self._siblings.get(route.task_id or route.group_id) or Siblings(0)
         live = Live(Progress(self._tools), siblings)
@@ -252,7 +245,7 @@ class ResidualPredictor:
 
     def _regress(self, point: Point) -> float:
         w = self._weights
-        numbers, cells, base, _, _ = point
+        numbers, cells, base, _, _, _ = point
         a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = numbers
         c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = cells
         return (
@@ -277,10 +270,12 @@ class ResidualPredictor:
         t = self._trust
         return location + a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
 
-    def _solve_after(self) -> int:
-        known = self._ring.total / _SOLVE_SHARE + self._unfinished_rows / _SOLVE_UNFINISHED_SHARE
-        most = max(_SOLVE_ROWS_MAX, self._unfinished_rows // _SOLVE_UNFINISHED)
-        return min(most, max(_SOLVE_ROWS_MIN, int(known)))
+    def _settle_if_due(self) -> None:
+        new = self._points_since_solve
+        if new >= self._solve_soonest and new >= solve_after(
+            self._ring.total, self._unfinished_rows
+        ):
+            self.settle()
 
     def settle(self) -> None:
         """Take in what is pending and derive everything from the sums and the ring anew."""
@@ -297,12 +292,15 @@ class ResidualPredictor:
             weights = self._sums.solve()
         else:
             batch = guessed.batch()
-            weights = self._sums.solve(batch, self._unfinished_rows / len(guessed))
-            residuals = batch.targets - batch.dense(COLUMNS) @ weights
+            dense = batch.dense(COLUMNS)
+            weight = self._unfinished_rows / len(guessed)
+            weights = self._sums.solve((dense, batch.targets), weight)
+            residuals = batch.targets - dense @ weights
             unfinished = Unfinished(self._unfinished_rows, float(residuals.mean()))
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
         self._version += 1
+        self._solve_soonest = solve_after(ring.total, 0)
         if not self._version % _LOOK_BACK_EVERY or ring.total < _LOOK_BACK_ROWS:
             self._look_back(weights, unfinished)
 

@@ -3,6 +3,7 @@
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,20 +64,22 @@ class Batch(NamedTuple):
 
 
 _WIDTH = NUMBERS + CELLS + SEEN + 3
+_ROW_BYTES = 8 * _WIDTH
+_PACK_REST = Struct(f"{SEEN + 3}d").pack
 
 
 class Rows:
     """Rows that wait to be taken in together."""
 
     def __init__(self) -> None:
-        self._table = array("d")
+        self._table = bytearray()
 
     def __len__(self) -> int:
-        return len(self._table) // _WIDTH
+        return len(self._table) // _ROW_BYTES
 
     def append(self, point: Point, seen: Seen, target: float, clock: float, group: int) -> None:
         """One row more."""
-        self._table.extend((*point.numbers, *point.cells, *seen, target, clock, group))
+        self._table += point.packed + _PACK_REST(*seen, target, clock, group)
 
     def batch(self) -> Batch:
         """All of them, as views: nothing may be appended afterwards."""

@@ -92,7 +92,7 @@ class BucketStanding:
     def best(self, terms: Terms) -> Standing | None:
         """The worker with the best score that may be given a trajectory under these terms."""
         scores = self.scores
-        score = min(scores, default=inf)
+        score = min(scores) if scores else inf
         if score == inf:
             return None
         found = self.workers[scores.index(score)]
