@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ PLOTTED = ("tokens/s", "p99 s", "moved", "routed right")
 PIPED_COLUMNS = 160
 PERCENT = 100
 RANGED = ("tokens/s", "makespan s", "p99 s")
-"""Columns that show the range; the JSON has all ranges."""
+"""Columns that show the range where the terminal is wide enough; the JSON has all ranges."""
 SHARES = ("moved", "routed right")
 
 
@@ -113,8 +114,8 @@ def check_spec(spec: RunSpec) -> None:
         problems.append(f"--trace: replays a file, and {spec.workload} does not; drop one of them")
     if spec.trace and not Path(spec.trace).is_file():
         problems.append(f"--trace: {spec.trace} is no file; give a JSONL trace")
-    if spec.scale <= 0:
-        problems.append(f"--scale: {spec.scale:g} is not positive; 1 leaves lengths as they are")
+    if not 0 < spec.scale < inf:
+        problems.append(f"--scale: {spec.scale:g} is no factor; 1 leaves lengths as they are")
     if problems:
         raise ConfigError(*problems)
     if spec.strength is not None:
@@ -229,25 +230,26 @@ def print_tables(comparisons: Sequence[tuple[str, Comparison]]) -> None:
     if not console.is_terminal:
         console.width = PIPED_COLUMNS
     for title, comparison in comparisons:
-        console.print(_table(title, comparison))
+        console.print(_table(title, comparison, ranged=console.width >= PIPED_COLUMNS))
 
 
-def _table(title: str, comparison: Comparison) -> Table:
-    table = Table(title=title, box=None, padding=(0, 2), title_justify="left")
-    table.add_column("policy")
+def _table(title: str, comparison: Comparison, *, ranged: bool) -> Table:
+    table = Table(title=title, box=None, padding=(0, 1), title_justify="left")
+    table.add_column("policy", no_wrap=True)
     columns = comparison.columns()
     for name in columns:
         table.add_column(name, justify="right")
     for policy in comparison.policies:
-        cells = [_cell(name, comparison.spread(policy, value)) for name, value in columns.items()]
+        spreads = {name: comparison.spread(policy, value) for name, value in columns.items()}
+        cells = [_cell(name, spread, ranged=ranged) for name, spread in spreads.items()]
         table.add_row(policy, *cells)
     return table
 
 
-def _cell(name: str, spread: Spread) -> str:
+def _cell(name: str, spread: Spread, *, ranged: bool) -> str:
     share = name in SHARES or name.startswith("idle ")
     median, low, high = (_number(value, share=share) for value in spread)
-    if name not in RANGED or low == high:
+    if not ranged or name not in RANGED or low == high:
         return median
     return f"{median} [dim]{low} … {high}[/dim]"
 

@@ -1,6 +1,7 @@
 """`libra simulate …`: scheduling policies in virtual time."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -38,16 +39,25 @@ def simulate(  # noqa: PLR0913  (one parameter for each option)
     from services.cli.simulate_plots import check_plot
     from services.simulator.runs import RunSpec
 
-    check_plot(plot)
-    ways = [name for name, given in (("--compare", compare), ("--dial", dial)) if given]
+    check_together(
+        {
+            "--policy": policy,
+            "--compare": compare,
+            "--dial": dial,
+            "--experiment": experiment,
+            "--workload": workload,
+            "--trace": trace,
+            "--strength": strength,
+            "--plot": plot,
+        }
+    )
     if experiment:
-        if ways or policy or workload or trace:
-            raise ConfigError("--experiment: brings its own workload and policies; drop the rest")
         report = simulations.run_experiment(experiment, seeds=seeds)
         if not as_json:
             report.print_table()
             raise typer.Exit(report.exit_code)
         _finish(report, as_json=as_json)
+    check_plot(plot)
     spec = RunSpec(
         workload=workload or (simulations.TRACE if trace else "search-r1"),
         policy=policy,
@@ -73,6 +83,26 @@ def simulate(  # noqa: PLR0913  (one parameter for each option)
     if not as_json:
         simulations.print_tables(done.comparisons)
     _finish(done.report, as_json=as_json)
+
+
+def check_together(options: Mapping[str, object]) -> None:
+    """Refuse options that would change nothing beside others.
+
+    Args:
+        options: what was given for each; None or empty where nothing was.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    given = [name for name, value in options.items() if value is not None and value != ""]
+    if "--experiment" in given and len(given) > 1:
+        rest = ", ".join(name for name in given if name != "--experiment")
+        raise ConfigError(f"--experiment: brings all that it needs; drop {rest}")
+    for way in ("--compare", "--dial"):
+        if way in given and "--policy" in given:
+            raise ConfigError(f"--policy: runs one policy; drop it or {way}")
+    if "--dial" in given and "--strength" in given:
+        raise ConfigError("--strength: --dial sets it; drop one of them")
 
 
 def _finish(report: BenchReport, *, as_json: bool) -> None:

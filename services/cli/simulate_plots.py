@@ -9,13 +9,22 @@ from common.errors import ConfigError
 from services.simulator.compare import Spread
 
 COLOURS = ("#08519c", "#d94801", "#238b45", "#6a51a3", "#636363", "#cb181d", "#a6761d", "#2b8cbe")
+HEADINGS = {
+    "tokens/s": ("sampled tokens per second", False),
+    "p99 s": ("99th percentile of trajectory time, s", False),
+    "moved": ("context tokens moved", True),
+    "routed right": ("returns routed right", True),
+}
+"""Of the panels: what is shown, and whether it is a share."""
+THOUSANDS = "{x:,.0f}"
+PERCENT = "{x:.0%}"
 
 
 def check_plot(path: Path | None) -> None:
     """Say before a long run that its picture could not be written.
 
     Raises:
-        ConfigError: without matplotlib, or when the file's folder does not exist.
+        ConfigError: without matplotlib, or when the file cannot be written.
     """
     if path is None:
         return
@@ -25,6 +34,19 @@ def check_plot(path: Path | None) -> None:
         raise ConfigError(f"--plot: {path.parent} is no folder; make it, or choose another file")
     if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
         raise ConfigError(f"--plot: {path.name} is no .png, .svg or .pdf; name it so")
+    _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    """Try it: permissions alone do not say it, and a superuser has all of them."""
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from error
+    if not existed:
+        path.unlink()
 
 
 def plot_bars(path: Path, title: str, panels: Mapping[str, Mapping[str, Spread]]) -> None:
@@ -37,9 +59,12 @@ def plot_bars(path: Path, title: str, panels: Mapping[str, Mapping[str, Spread]]
             colour = COLOURS[place % len(COLOURS)]
             axis.bar(place, spread.median, yerr=error, color=colour, label=policy, capsize=3)
         axis.set_xticks(range(len(spreads)), list(spreads), rotation=45, ha="right", fontsize=8)
-        axis.set_title(name, fontsize=9)
+        heading, share = HEADINGS.get(name, (name, False))
+        axis.set_title(heading, fontsize=9)
+        axis.set_ylim(bottom=0.0)
+        axis.yaxis.set_major_formatter(PERCENT if share else THOUSANDS)
         _plain(axis)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{title} (bars: median, whiskers: range)", fontsize=10)
     _save(figure, path)
 
 
@@ -56,9 +81,11 @@ def plot_curves(
         axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
     axis.set_xlabel("outcome strength (share of residual variance that outcomes explain)")
     axis.set_ylabel(y)
+    axis.set_ylim(bottom=0.0)
+    axis.yaxis.set_major_formatter(THOUSANDS)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     _plain(axis)
-    axis.set_title(title, fontsize=10)
+    axis.set_title(f"{title} (lines: median, bands: range)", fontsize=10)
     _save(figure, path)
 
 

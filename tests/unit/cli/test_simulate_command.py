@@ -1,7 +1,9 @@
 """`libra simulate`: what it refuses, and the shape of what it says."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from services.cli.simulate import (
     simulate_dial,
     simulate_one,
 )
+from services.cli.simulate_commands import simulate
 from services.cli.simulate_plots import check_plot
 from services.simulator.compare import Comparison
 from services.simulator.runs import RunSpec, play_all, seeds_of
@@ -37,7 +40,9 @@ def asked(spec: RunSpec = SPEC, plot: Path | None = None) -> Asked:
         (RunSpec("trace", "libra"), "--workload trace: needs --trace FILE"),
         (RunSpec("trace", "libra", trace="no.jsonl"), "--trace: no.jsonl is no file"),
         (RunSpec("dapo", "libra", trace="no.jsonl"), "--trace: replays a file, and dapo does not"),
-        (RunSpec("search-r1", "libra", scale=0.0), "--scale: 0 is not positive"),
+        (RunSpec("search-r1", "libra", scale=0.0), "--scale: 0 is no factor"),
+        (RunSpec("search-r1", "libra", scale=math.nan), "--scale: nan is no factor"),
+        (RunSpec("search-r1", "libra", scale=math.inf), "--scale: inf is no factor"),
         (RunSpec("search-r1", "libra", strength=1.5), "--strength: 1.5 is no share of variance"),
     ],
 )
@@ -76,6 +81,36 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_run(tmp_path: Pa
         check_plot(tmp_path / "missing" / "a.png")
     with pytest.raises(ConfigError, match=r"no \.png"):
         check_plot(tmp_path / "a.doc")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.png cannot be written: Is a directory"):
+        check_plot(tmp_path / "folder.png")
+
+
+def test_looking_whether_a_picture_can_be_written_leaves_the_folder_as_it_was(
+    tmp_path: Path,
+) -> None:
+    old = tmp_path / "old.png"
+    old.write_bytes(b"kept")
+    check_plot(old)
+    check_plot(tmp_path / "new.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
+    assert old.read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"policy": "libra", "compare": "all"}, "--policy: runs one policy; drop it or --compare"),
+        ({"policy": "libra", "dial": "0.2"}, "--policy: runs one policy; drop it or --dial"),
+        ({"strength": 0.2, "dial": "0.2"}, "--strength: --dial sets it; drop one of them"),
+        ({"plot": Path("a.png"), "experiment": "A0"}, "brings all that it needs; drop --plot"),
+        ({"strength": 0.2, "experiment": "A0"}, "drop --strength"),
+        ({"compare": "all", "experiment": "A0"}, "drop --compare"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        simulate(**given)
 
 
 def test_an_unknown_experiment_names_the_known_ones() -> None:
