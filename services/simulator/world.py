@@ -11,7 +11,9 @@ from typing import Literal
 
 from common.errors import RunFailed
 from common.weights import version_id
+from services.scheduler.ledger import MemoryLedger
 from services.scheduler.predictor.residual import ResidualPredictor
+from services.scheduler.records import Row
 from services.scheduler.routing.fleet import BucketShape
 from services.scheduler.routing.policies import RoutingParams, make_policy
 from services.scheduler.routing.policy import Policy
@@ -62,12 +64,23 @@ class Scenario:
 class World:
     """See the module. Attributes are for reading."""
 
-    def __init__(self, scenario: Scenario, workload: Workload) -> None:
+    def __init__(
+        self, scenario: Scenario, workload: Workload, ledger: MemoryLedger | None = None
+    ) -> None:
+        """Set everything up.
+
+        Args:
+            scenario: all that decides the run, but its workload.
+            workload: where trajectories come from.
+            ledger: keeps all rows, tokens included, at a fifth of the speed and the memory that
+                they take. Without one they are checked and let go.
+        """
         self.scenario = scenario
+        self._ledger = ledger
         self.timeline = Timeline()
         self.network = Network()
-        rules = _rules(scenario, workload)
-        order = TaskOrder(_task_ids(rules), seed=scenario.seed, epochs=1)
+        self.rules = rules = _rules(scenario, workload)
+        self.order = order = TaskOrder(_task_ids(rules), seed=scenario.seed, epochs=1)
         self.scripts = Scripts(
             workload,
             order,
@@ -82,7 +95,7 @@ class World:
             {plan.peer: plan.bucket_index for plan in plans},
             scenario.max_staleness_steps,
         )
-        self.desk = Desk(rules, order, self._policy(), self.measures.rows)
+        self.desk = Desk(rules, order, self.make_policy(), self._keep)
         self.office = Office(self.timeline, self.network, self.desk, self.scripts, self.measures)
         model = scenario.cluster.model
         around = Surroundings(self.timeline, self.network, model, self.office, self.office.workers)
@@ -93,7 +106,13 @@ class World:
             self.timeline, self.network, self.office, self.scripts, scenario.cluster.train_times
         )
 
-    def _policy(self) -> Policy:
+    def _keep(self, rows: list[Row]) -> None:
+        if self._ledger is not None:
+            self._ledger.apply(rows)
+        self.measures.rows(rows)
+
+    def make_policy(self) -> Policy:
+        """The scenario's policy, without experience."""
         scenario = self.scenario
         params = RoutingParams(context_tokens_max=scenario.cluster.context_tokens_max)
         if scenario.policy == ORACLE:

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 from common.trajectory import ToolStatus
+from services.scheduler.ledger import MemoryLedger
 from services.simulator.cluster import Cluster, SimBucket
 from services.simulator.measures import RunResult
 from services.simulator.traces import TraceTrajectory, TraceTurn
@@ -70,6 +71,7 @@ def world(
     faults: tuple[Fault, ...] = (),
     max_staleness_steps: int = 1,
     cluster: Cluster = SMALL,
+    ledger: MemoryLedger | None = None,
 ) -> World:
     """The small world before it runs."""
     scenario = Scenario(
@@ -81,4 +83,4 @@ def world(
         max_staleness_steps=max_staleness_steps,
         faults=faults,
     )
-    return World(scenario, Rolls(seed))
+    return World(scenario, Rolls(seed), ledger)
