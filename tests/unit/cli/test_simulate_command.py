@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,4 +155,19 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     )
     assert comparison.ratio("least_load", "least_load") == (1.0, 1.0, 1.0)
     assert comparison.best_other() in {"least_load", "round_robin"}
-    assert comparison_checks(comparison, paper_like=True) == []
+    assert comparison_checks(comparison, SPEC) == []
+
+
+def test_moved_tokens_are_limited_where_the_limit_was_stated() -> None:
+    comparison = Comparison.of(
+        play_all([replace(SPEC, policy=policy) for policy in ("libra", "oracle")], processes=1)
+    )
+    drawn = {name: replace(SPEC, workload=name) for name in ("search-r1", "dapo", "r2e")}
+    named = {
+        name: [check.name for check in comparison_checks(comparison, spec)]
+        for name, spec in drawn.items()
+    }
+    assert named["search-r1"] == ["libra / oracle", "tokens that libra moved"]
+    assert named["dapo"] == named["r2e"] == ["libra / oracle"]
+    weak = replace(SPEC, strength=0.2)
+    assert comparison_checks(comparison, weak) == []
