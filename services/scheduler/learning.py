@@ -10,7 +10,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from errno import ENOSPC
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -216,7 +217,8 @@ class Memory:
         if self._file is None:
             path = self._run_dir / f"learned-{self._number:06}.log"
             self._file = path.open("ab", buffering=0)  # A killed process loses nothing it wrote.
-        self._file.write(record)
+        if self._file.write(record) < len(record):  # Unbuffered, so it says so instead of raising.
+            raise OSError(ENOSPC, os.strerror(ENOSPC), self._file.name)
 
     def _replace(self, dumped: bytes) -> None:
         """The old copy and its logs stay until the new one is whole."""
@@ -227,12 +229,17 @@ class Memory:
         copy = FIRST_LOG.pack(self._number) + dumped
         path = self._run_dir / FILE
         draft = path.with_suffix(".tmp")
-        with draft.open("wb") as file:
-            file.write(xxh3_128_digest(copy))
-            file.write(copy)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        try:
+            with draft.open("wb") as file:
+                file.write(xxh3_128_digest(copy))
+                file.write(copy)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink()  # The ledger needs the space.
+            raise
         for number, old in logs_of(self._run_dir):
             if number < self._number:
                 old.unlink()

@@ -17,8 +17,6 @@ from services.scheduler.routing.route import Route
 
 HEAD = Struct("<IQ")
 """Length of what follows, and its xxh3."""
-RECORD_BYTES_MAX = 16 << 20
-"""Longer ones are no records."""
 
 _STATUS = {status.value: status for status in ToolStatus}
 _PAYLOAD = {payload.value: payload for payload in Payload}
@@ -44,21 +42,40 @@ def encode(route: Route) -> bytes:
 
 
 def decode(log: bytes) -> Iterator[Route]:
-    """The routes of all records up to the first that is torn or damaged."""
+    """The routes of all records up to the first that is torn or damaged.
+
+    Raises:
+        ValueError: there is one, or one of another version; after all before it.
+    """
     at = 0
-    while at + HEAD.size <= len(log):
-        length, digest = HEAD.unpack_from(log, at)
-        at += HEAD.size
-        lesson = log[at : at + length]
-        if length > RECORD_BYTES_MAX or len(lesson) < length:
-            return
-        if xxh3_64_intdigest(lesson) != digest:
-            return
-        yield _route(msgpack.unpackb(lesson))
-        at += length
+    while at < len(log):
+        lesson = _lesson(log, at)
+        yield _route(lesson)
+        at += HEAD.size + len(lesson)
 
 
-def _route(fields: list[Any]) -> Route:
+def _lesson(log: bytes, at: int) -> bytes:
+    torn = ValueError(f"damaged from byte {at} of {len(log)} on")
+    if at + HEAD.size > len(log):
+        raise torn
+    length, digest = HEAD.unpack_from(log, at)
+    lesson = log[at + HEAD.size : at + HEAD.size + length]
+    if len(lesson) < length or xxh3_64_intdigest(lesson) != digest:
+        raise torn
+    return lesson
+
+
+def _route(lesson: bytes) -> Route:
+    try:
+        route = _unpacked(msgpack.unpackb(lesson))
+    except (TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"a record of another version ({error!r})") from error
+    if not len(route.outcomes) == len(route.action_tokens_at) == len(route.context_tokens_at):
+        raise ValueError("a record that contradicts itself")
+    return route
+
+
+def _unpacked(fields: list[Any]) -> Route:
     trajectory_id, group_id, task_id, prompt, action, observation, outcomes, *at = fields
     return Route(
         trajectory_id,

@@ -1,10 +1,14 @@
 """What a policy has learned, across restarts of its scheduler."""
 
 import os
+import resource
+from contextlib import suppress
 from pathlib import Path
 
+import msgpack
 import pytest
 from structlog.testing import capture_logs
+from xxhash import xxh3_64_intdigest
 
 from common.config import SchedulerConfig
 from common.trajectory import ToolStatus
@@ -18,7 +22,7 @@ from services.scheduler.learning import (
     remembered,
     restore,
 )
-from services.scheduler.lessons import decode, encode
+from services.scheduler.lessons import HEAD, decode, encode
 from services.scheduler.routing.outcomes import Payload, ToolOutcome
 from services.scheduler.routing.policy import Policy
 from services.scheduler.routing.route import Route
@@ -57,6 +61,15 @@ def teach_and_die(run_dir: Path, trajectories: int, *, first: int = 0) -> Policy
     with Memory(run_dir) as memory:
         teach(Remembering(policy, memory), trajectories, first=first)
     return policy
+
+
+def whole_records(log: bytes) -> int:
+    """How many can be read before the first that cannot."""
+    count = 0
+    with suppress(ValueError):
+        for _ in decode(log):
+            count += 1
+    return count
 
 
 @pytest.fixture
@@ -137,14 +150,43 @@ def test_a_torn_record_ends_a_log_and_spoils_none_before_it() -> None:
     whole = b"".join(records)
     for length in range(len(whole)):
         complete = sum(len(b"".join(records[:n])) <= length for n in (1, 2, 3))
-        assert len(list(decode(whole[:length]))) == complete
+        assert whole_records(whole[:length]) == complete
 
 
 @pytest.mark.parametrize("at", [0, 4, 13, 40])
 def test_a_damaged_record_is_not_believed(at: int) -> None:
     record = bytearray(encode(finished(1)))
     record[at] ^= 0x55
-    assert list(decode(encode(finished(0)) + bytes(record)))[1:] == []
+    assert whole_records(encode(finished(0)) + bytes(record)) == 1
+
+
+def test_a_damaged_log_is_said_and_learned_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "learned-000001.log").write_bytes(encode(finished(0)) + b"garbage")
+    with capture_logs() as logged:
+        restored(tmp_path)
+    assert [line["event"] for line in logged] == ["learning.ignored", "learning.restored"]
+    assert "learned-000001.log" in logged[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        5,
+        [1] * 10,
+        ["a", "b", "c", 1, 2, 3, [["search", "unheard of", "small", 1, 0.1]], [1], [1], []],
+        ["a", "b", "c", 1, 2, 3, [["search", "ok", "small", 1, 0.1]], [], [], []],
+    ],
+)
+def test_a_record_of_another_version_is_said_and_stops_nothing(
+    tmp_path: Path, fields: object
+) -> None:
+    lesson = msgpack.packb(fields)
+    record = HEAD.pack(len(lesson), xxh3_64_intdigest(lesson)) + lesson
+    (tmp_path / "learned-000001.log").write_bytes(encode(finished(0)) + record)
+    with capture_logs() as logged:
+        restored(tmp_path)
+    assert [line["event"] for line in logged] == ["learning.ignored", "learning.restored"]
+    assert logged[1]["lessons"] == 1
 
 
 def test_a_record_is_small_and_says_all_that_is_learned() -> None:
@@ -184,6 +226,32 @@ def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path: Path) -> None:
         policy.keep()
     assert [line["event"] for line in logged] == ["learning.unsaved"]
     assert len(policy.dump()) > len(fresh().dump())
+
+
+def test_a_record_that_fits_in_part_is_said_and_nothing_is_written_behind_it(
+    tmp_path: Path,
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    policy = fresh()
+    with capture_logs() as logged:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (550, limits[1]))
+        try:
+            with Memory(tmp_path) as memory:
+                teach(Remembering(policy, memory), 10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [line["event"] for line in logged] == ["learning.unsaved"]
+
+
+def test_a_draft_that_does_not_fit_leaves_the_space_to_the_ledger(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (550, limits[1]))
+    try:
+        with Memory(tmp_path) as memory:
+            memory.copy(b"x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_whoever_teaches_never_waits_for_the_disk(tmp_path: Path) -> None:
