@@ -78,7 +78,7 @@ class Refusal(StrEnum):
     NOT_FOUND = "not_found"
     """The id is unknown here."""
     NOT_READY = "not_ready"
-    """Still starting; ask again later."""
+    """Still starting, or stopping already; ask again later, maybe another process of the name."""
     INVALID = "invalid"
     """The request contradicts itself or the configuration; do not repeat it."""
     FAILED = "failed"

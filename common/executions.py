@@ -133,6 +133,7 @@ class Executions:
         self._keyed: dict[Key, _Execution] = {}
         self._waiters: dict[tuple[str, int], _Waiter] = {}
         self._replies = ReplyCache()
+        self._closing = False
 
     def join(self, key: Key, asked: RequestEnvelope) -> bool:
         """Answer from the cache, or wait for the execution that runs under the key."""
@@ -178,7 +179,8 @@ class Executions:
             self._stop_waiting(waiter)
 
     def close(self) -> None:
-        """Cancel every handler."""
+        """Cancel every handler. Callers are told to ask again: another process may take over."""
+        self._closing = True
         for execution in list(self._running):
             self._cancel(execution)
         self._budgets.close()
@@ -189,7 +191,10 @@ class Executions:
         except LibraError as error:
             self._refuse_waiters(execution, error)
         except asyncio.CancelledError:
-            error = RequestRefused(Refusal.FAILED, "the handler was cancelled")
+            if self._closing:
+                error = RequestRefused(Refusal.NOT_READY, "the process is stopping")
+            else:
+                error = RequestRefused(Refusal.FAILED, "the handler was cancelled")
             self._refuse_waiters(execution, error)
             raise
         except Exception:

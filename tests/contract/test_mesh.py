@@ -111,6 +111,13 @@ def run_pair(
     net.run(run())
 
 
+async def outcome_of(call: Awaitable[Counted]) -> Any:
+    """How a call failed."""
+    with pytest.raises((RequestRefused, PeerUnreachable)) as caught:
+        await call
+    return caught.value
+
+
 def slow(counter: Counter) -> Any:
     return counter.count_when_released
 
@@ -262,6 +269,24 @@ def test_a_handler_that_cancels_itself_is_a_failure_at_once(net: Net) -> None:
             await caller.request(peer, Count(step=1), timeout_s=LIMIT_S)
 
     run_pair(net, scenario, lambda _: give_up)
+
+
+def test_a_process_that_stops_tells_callers_to_ask_again(net: Net) -> None:
+    async def run() -> None:
+        counter = Counter()
+        async with net.mesh("caller") as caller, asyncio.TaskGroup() as tasks:
+            async with net.mesh("server") as server:
+                server.serve(Count, counter.count_when_released)
+                peer = await caller.connect(server.address, timeout_s=LIMIT_S)
+                call = tasks.create_task(
+                    outcome_of(caller.request(peer, Count(step=1), timeout_s=LIMIT_S))
+                )
+                async with asyncio.timeout(LIMIT_S):
+                    await counter.started.wait()
+            error = await call
+            assert isinstance(error, PeerUnreachable) or error.refusal.retryable
+
+    net.run(run())
 
 
 def test_an_unknown_kind_is_refused_as_invalid_and_logged(net: Net) -> None:

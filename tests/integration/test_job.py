@@ -117,10 +117,11 @@ def test_a_failure_at_the_start_is_said_as_it_is(tmp_path: Path) -> None:
         assert job.processes() == {}
 
 
-def test_a_trainer_that_somebody_stops_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["trainer", "scheduler"])
+def test_a_process_that_somebody_stops_is_started_again(tmp_path: Path, name: str) -> None:
     with running(make_job(tmp_path, max_steps=6)) as job:
         job.wait_for_steps(2)
-        os.kill(job.processes()["trainer"], signal.SIGTERM)
+        os.kill(job.processes()[name], signal.SIGTERM)
         assert job.wait() == 0, job.output
         assert job.summary()["steps"] == 6
         assert max(trained_tasks(job).values()) == 1
