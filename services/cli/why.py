@@ -1,6 +1,7 @@
 """`libra why`: why a trajectory ran where it ran, and what it waits for now."""
 
 import json
+import sqlite3
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from common.errors import ConfigError
+from common.errors import ConfigError, LedgerError
 from services.cli.why_story import Chapter, Story, find, tell
 from services.scheduler.records import DecisionKind, TrajectoryRow, TrajectoryState
 from services.scheduler.store import Store
@@ -51,6 +52,8 @@ def why(trajectory: str, run: Path | None, *, as_json: bool) -> None:
         found = find(store, trajectory)
         rows = [found] if isinstance(found, TrajectoryRow) else found
         stories = [tell(store, row) for row in rows]
+    except sqlite3.Error as error:
+        raise LedgerError(directory / LEDGER, f"cannot be read: {error}") from error
     finally:
         store.close()
     if as_json:
@@ -101,8 +104,8 @@ def _known(parent: Path) -> str:
 def print_story(console: Console, story: Story, now: float, *, run_ended: bool) -> None:
     """A head, one line per decision, and how it ended or stands."""
     console.print(
-        f"[bold]{story.trajectory_id}[/]  task {story.task_id}, group {story.group_id} "
-        f"{story.group_state}"
+        f"[bold]{escape(story.trajectory_id)}[/]  task {escape(story.task_id)}, "
+        f"group {escape(story.group_id)} {story.group_state}"
     )
     console.print(
         f"{story.turns} turns; tokens: {story.prompt_tokens} prompt, {story.action_tokens} "
@@ -186,7 +189,9 @@ def _end(story: Story, now: float, *, run_ended: bool) -> str:
 def print_group(console: Console, stories: Sequence[Story]) -> None:
     """One line per trajectory."""
     first = stories[0]
-    console.print(f"[bold]{first.group_id}[/]  task {first.task_id}, {first.group_state}")
+    console.print(
+        f"[bold]{escape(first.group_id)}[/]  task {escape(first.task_id)}, {first.group_state}"
+    )
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("trajectory", no_wrap=True)
     table.add_column("state")
@@ -197,7 +202,7 @@ def print_group(console: Console, stories: Sequence[Story]) -> None:
     table.add_column("way")
     for story in stories:
         table.add_row(
-            story.trajectory_id,
+            escape(story.trajectory_id),
             story.failure or story.stop_reason or story.state,
             str(story.turns),
             f"{story.action_tokens:,}",

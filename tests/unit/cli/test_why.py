@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, LedgerError
 from common.messages.scheduler import MoveReport
 from services.cli.why import find_run, why
 from services.cli.why_story import Names, find, tell
@@ -115,6 +115,33 @@ def test_a_groups_id_lists_its_trajectories(run: Path, capsys: pytest.CaptureFix
     assert FIRST in text
     assert SECOND in text
     assert [story["turns"] for story in told_json(run, "t0.e0.a0", capsys)] == [3, 0]
+
+
+def rewrite(run: Path, *statements: str) -> None:
+    with sqlite3.connect(run / "ledger.sqlite") as file:
+        for statement in statements:
+            file.execute(statement)
+    file.close()
+
+
+def test_ids_that_look_like_markup_are_told_as_they_are(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(
+        run,
+        "UPDATE groups SET task_id = '[/x]', group_id = '[red]' || group_id",
+        "UPDATE trajectories SET trajectory_id = '[/]' || number, group_id = '[red]' || group_id",
+    )
+    assert "[/]0  task [/x], group [red]t0.e0.a0" in told(run, "[/]0", capsys)
+    text = told(run, "[red]t0.e0.a0", capsys)
+    assert "[red]t0.e0.a0  task [/x]" in text
+    assert "[/]1" in text
+
+
+def test_a_ledger_that_is_damaged_is_said_to_be(run: Path) -> None:
+    rewrite(run, "DROP TABLE decisions")
+    with pytest.raises(LedgerError, match="cannot be read: no such table"):
+        why(FIRST, run, as_json=False)
 
 
 def test_a_unique_beginning_is_enough_and_an_ambiguous_one_is_not(tmp_path: Path) -> None:
