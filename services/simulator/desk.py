@@ -9,7 +9,7 @@ from collections.abc import Callable
 from common.errors import RequestRefused
 from common.messages.scheduler import BatchOffer, ReportWorker, StepFinished, TurnFinished
 from services.scheduler.book import Book
-from services.scheduler.records import GroupRow, Row, Snapshot
+from services.scheduler.records import Row, Snapshot
 from services.scheduler.routing.policy import Policy
 from services.scheduler.routing.route import Route
 from services.scheduler.rules import Rules
@@ -26,15 +26,12 @@ class Desk:
         self, rules: Rules, order: TaskOrder, policy: Policy, on_rows: Callable[[list[Row]], None]
     ) -> None:
         self.book = Book(rules, order, Snapshot(), policy, now=0.0)
-        self.group_changes = 0
-        """Groups that began, became complete or ended, so far."""
         self._on_rows = on_rows
         self._note(self.book.begin_lineage(TRAINER, 0, ([], []), 0.0))
 
     def _note(self, outcome: Outcome) -> list[Assign]:
         if outcome.rows:
             self._on_rows(outcome.rows)
-            self.group_changes += sum(type(row) is GroupRow for row in outcome.rows)
         return outcome.orders
 
     def report(self, peer: str, name: str, report: ReportWorker, now: float) -> list[str]:
@@ -99,6 +96,11 @@ class Desk:
         reply, outcome = self.book.step_finished(finished, {}, now)
         self._note(outcome)
         return reply.stop
+
+    @property
+    def group_changes(self) -> int:
+        """Grows whenever a group is admitted or changes its state."""
+        return self.book.groups.changes
 
     def route(self, trajectory_id: str) -> Route | None:
         """What the scheduler's routing knows of a living trajectory."""

@@ -175,7 +175,8 @@ class EngineModel:
             self.prefill_tokens += chunk * count
         self._cache.grow(grown)
         if not segment.iterations:
-            self._end_prefills(segment)
+            if segment.chunks:
+                self._end_prefills(segment)
             self._end_requests(segment.end_s)
         return duration
 
@@ -196,11 +197,11 @@ class EngineModel:
 
     def _end_requests(self, now: float) -> None:
         running, used = len(self._running), self._cache.used
-        while (end := self._next_end()) is not None and end == self.iterations:
+        while self._next_end() == self.iterations:
             _, _, request = heapq.heappop(self._ends)
             self._stop_decoding(request)
             assert request.claim is not None
-            if request in self._leaving:
+            if self._leaving and request in self._leaving:
                 self._cache.release(request.claim)
                 continue
             job = request.job
@@ -223,9 +224,13 @@ class EngineModel:
 
     def _next_end(self) -> int | None:
         """Iteration count at which the next request finishes."""
-        while self._ends and self._ends[0][1] != self._ends[0][2].order:
-            heapq.heappop(self._ends)
-        return self._ends[0][0] if self._ends else None
+        ends = self._ends
+        while ends:
+            end, order, request = ends[0]
+            if order == request.order:
+                return end
+            heapq.heappop(ends)
+        return None
 
     # -- what the next iterations do ----------------------------------------------------------
 
@@ -242,7 +247,9 @@ class EngineModel:
         preempted = False
         while True:
             chunks, budget = self._chunks()
-            needed = self._decoding + sum(request.growth(chunk) for request, chunk in chunks)
+            needed = self._decoding
+            for request, chunk in chunks:
+                needed += request.growth(chunk)
             if self._cache.used + needed <= self.kv_tokens:
                 break
             self._preempt()
@@ -288,23 +295,24 @@ class EngineModel:
     def _schedule(self, chunks: list[tuple[Request, int]], *, once: bool) -> Segment:
         """The longest segment that begins now; after a preemption the next iteration may admit."""
         decoding = self._decoding
-        attended = sum(chunk * (request.computed + chunk / 2) for request, chunk in chunks)
-        prefilled = sum(chunk for _, chunk in chunks)
+        attended, prefilled = 0.0, 0
+        for request, chunk in chunks:
+            attended += chunk * (request.computed + chunk / 2)
+            prefilled += chunk
         first_s = self.speed.iteration_s(
             decoding, self._context_sum, prefilled, attended, len(chunks)
         )
         growth_s = self.speed.kv_token_s * decoding
         iterations = 1
         if not once and (not chunks or (len(chunks) == 1 and chunks[0][0].steady(chunks[0][1]))):
-            limits = [(self.kv_tokens - self._cache.used) // (decoding + prefilled)]
+            iterations = (self.kv_tokens - self._cache.used) // (decoding + prefilled)
             end = self._next_end()
             if end is not None:
-                limits.append(end - self.iterations)
+                iterations = min(iterations, end - self.iterations)
             if chunks:
                 request, chunk = chunks[0]
-                limits.append((request.prefill_left - 1) // chunk)
+                iterations = min(iterations, (request.prefill_left - 1) // chunk)
                 growth_s += self.speed.attend_s * chunk * chunk
-            iterations = min(limits)
         segment = Segment(0.0, iterations, first_s, growth_s, chunks)
         segment.end_s = self._now + segment.duration_s(iterations)
         return segment

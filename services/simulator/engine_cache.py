@@ -43,13 +43,15 @@ class Claim:
     prompt: CachedPrompt | None
     own_tokens: int
     """After the prompt, if that is shared; grows as they are computed."""
+    prompt_tokens: int
+    """Of the prompt, if that is shared."""
     cached_tokens: int
     """Of its context, at admission: they need not be computed."""
 
     @property
     def held_tokens(self) -> int:
         """KV tokens, its prompt's included."""
-        return self.own_tokens + (self.prompt.tokens if self.prompt else 0)
+        return self.own_tokens + self.prompt_tokens
 
 
 class KvCache:
@@ -119,12 +121,10 @@ class KvCache:
             prompt = self._prompts[group_id] = CachedPrompt(group_id, prompt_tokens)
             self.kept += prompt_tokens
         self._hold(prompt)
-        own = context.own_tokens if context else 0
-        if prompt is not None:
-            own = min(own, context_tokens - prompt.tokens)
-        claim = Claim(prompt, min(own, context_tokens), min(cached, context_tokens - 1))
-        self.grow(claim.own_tokens)
-        return claim
+        shared = prompt.tokens if prompt is not None else 0
+        own = min(context.own_tokens, context_tokens - shared) if context is not None else 0
+        self.grow(own)
+        return Claim(prompt, own, shared, min(cached, context_tokens - 1))
 
     def grow(self, tokens: int) -> None:
         """Running requests need so many tokens more, which must fit."""

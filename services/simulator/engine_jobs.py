@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.simulator.engine_cache import Claim
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One turn's generation."""
 
     job_id: str
@@ -21,8 +21,7 @@ class Job:
     """To sample, at least 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """A job that is done."""
 
     job_id: str
@@ -72,8 +71,10 @@ class Request:
 
     def growth(self, chunk: int) -> int:
         """KV tokens that computing so much more of its context needs; its prompt has its own."""
-        assert self.claim is not None
-        return max(0, self.computed + chunk - self.claim.held_tokens)
+        claim = self.claim
+        assert claim is not None
+        needed = self.context_tokens - self.prefill_left + chunk
+        return max(0, needed - claim.own_tokens - claim.prompt_tokens)
 
     def compute(self, tokens: int) -> int:
         """So much more of its context is computed. Returns the KV tokens that it grew by."""

@@ -180,10 +180,10 @@ class SimWorker:
     def _begin_turn(self, held: Held) -> None:
         script = held.script
         job = Job(
-            job_id=f"{script.trajectory_id}/{held.turn}/{held.lease}",
-            trajectory_id=script.trajectory_id,
-            group_id=script.group_id,
-            context_tokens=held.context_tokens,
+            f"{script.trajectory_id}/{held.turn}/{held.lease}",
+            script.trajectory_id,
+            script.group_id,
+            context_tokens=script.context_at[held.turn],
             prompt_tokens=script.trace.prompt_tokens,
             new_tokens=script.trace.turns[held.turn].output_tokens,
         )
@@ -204,7 +204,6 @@ class SimWorker:
         self._wake_at = inf
         for finished in self.engine.advance(self._timeline.now):
             self._turn_sampled(finished)
-        assert self.engine.kv_tokens_used <= self.engine.kv_tokens, self.plan.name
         self._rewake()
 
     def _turn_sampled(self, finished: Finished) -> None:

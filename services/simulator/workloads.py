@@ -116,9 +116,10 @@ class ReplayedWorkload:
         self, recorded: TraceTrajectory, group_id: str, number: int, random: Random
     ) -> TraceTrajectory:
         turns = tuple(
-            replace(
-                turn,
+            TraceTurn(
                 output_tokens=max(1, round(turn.output_tokens * self._scale)),
+                tool=turn.tool,
+                status=turn.status,
                 observation_tokens=round(turn.observation_tokens * self._scale),
                 latency_s=RECORDED.draw_s(random) if turn.latency_s is None else turn.latency_s,
             )
@@ -153,6 +154,8 @@ class ParametricWorkload:
         self._scale = scale
         self._shares_ok = list(accumulate(tool.share_ok for tool in preset.tools))
         self._shares_bad = list(accumulate(tool.share_bad for tool in preset.tools))
+        self._bad_statuses = [status for status, _ in preset.bad_statuses]
+        self._bad_shares = list(accumulate(share for _, share in preset.bad_statuses))
 
     def group(self, index: int, step: int) -> list[TraceTrajectory]:
         """Siblings share the prompt, its difficulty and its length."""
@@ -227,8 +230,7 @@ class ParametricWorkload:
         tool = self._tool(random, bad=bad)
         status = ToolStatus.OK
         if bad:
-            kinds, weights = zip(*self._preset.bad_statuses, strict=True)
-            (status,) = random.choices(kinds, weights)
+            (status,) = random.choices(self._bad_statuses, cum_weights=self._bad_shares)
         tokens = _tokens(tool.bad if bad else tool.ok, random, self._scale)
         timed_out = status is ToolStatus.TIMEOUT
         latency_s = tool.latency.timeout_s if timed_out else tool.latency.draw_s(random)
