@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 
 from common.errors import Refusal, RequestRefused
 from common.messages.scheduler import TrajectoryResult, TurnFinished
@@ -12,6 +12,9 @@ from common.weights import NO_VERSION
 from services.scheduler.records import TrajectoryRow, TrajectoryState, TurnRow, TurnSizes
 from services.scheduler.routing.outcomes import PayloadSizes, ToolOutcome
 from services.scheduler.routing.route import Route
+
+INT_MAX = 2**63 - 1
+"""Of the ledger's columns."""
 
 
 def check_turn(turn: TurnFinished, row: TrajectoryRow) -> None:
@@ -34,16 +37,32 @@ def _problem(turn: TurnFinished, row: TrajectoryRow) -> str:
     result = turn.result
     if turn.turn > row.turns:
         return f"turn {row.turns} is missing"
-    if len(lengths) != 1 or (len(turn.action_tokens) | len(turn.observation_tokens)) % 4:
+    prompt, observation = len(turn.prompt_tokens), len(turn.observation_tokens)
+    if len(lengths) != 1 or (len(turn.action_tokens) | prompt | observation) % 4:
         return "token arrays differ in length or are torn"
+    if not _measured(turn):
+        return "a time is no number, or a count is negative"
     if result is not None and (result.reward is None) == (result.failure is None):
         return "a result is either a reward or a failure"
     if result is None or result.failure is None:  # A failure may come before anything was made.
-        if turn.turn == 0 and not turn.prompt_tokens:
-            return "the first turn carries the prompt"
+        if (turn.turn == 0) != (prompt > 0):
+            return "the first turn carries the prompt, and no other"
         if not turn.action_tokens:
             return "a turn has action tokens"
     return ""
+
+
+def _measured(turn: TurnFinished) -> bool:
+    """Whether its times and counts can be: one that is no number would stay in every mean."""
+    move = turn.move
+    return (
+        -inf < turn.tool_latency_s < inf
+        and -inf < turn.decode_s < inf
+        and -inf < turn.queue_s < inf
+        and 0 <= turn.running <= INT_MAX
+        and 0 <= turn.kv_tokens_used <= INT_MAX
+        and (move is None or (-inf < move.seconds < inf and 0 <= move.tokens <= INT_MAX))
+    )
 
 
 def turn_row(turn: TurnFinished) -> TurnRow:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from common.errors import Refusal, RequestRefused
-from common.messages.scheduler import StepFinished
-from common.trajectory import FailureKind
+from common.messages.scheduler import MoveReport, StepFinished
+from common.trajectory import FailureKind, pack_tokens
 from common.weights import version_id
 from services.scheduler.rules import Rules
 from services.scheduler.state import Assign
@@ -125,6 +125,13 @@ def test_a_turn_said_twice_is_journaled_once_and_answered_the_same(open_desk: Op
         {"action_versions": b"\0" * 4},
         {"observation_tokens": b"\0"},
         {"prompt_tokens": b""},
+        {"prompt_tokens": b"torn!"},
+        {"decode_s": float("nan")},
+        {"queue_s": float("inf")},
+        {"tool_latency_s": float("-inf")},
+        {"running": -1},
+        {"kv_tokens_used": 2**63},
+        {"move": MoveReport(path="kv", tokens=1, seconds=float("nan"), reason="")},
         {"action_tokens": b"", "action_logprobs": b"", "action_versions": b""},
         {"result": reward(1.0).model_copy(update={"reward": None})},
         {"result": failure().model_copy(update={"reward": 0.0})},
@@ -139,6 +146,15 @@ def test_a_turn_that_contradicts_itself_is_refused_and_changes_nothing(
     turn = make_turn(trajectory_id, 1).model_copy(update=broken)
     assert desk.send_turn(worker.peer, turn) == Refusal.INVALID
     assert desk.book.groups.trajectories[trajectory_id].row.turns == 0
+
+
+def test_a_later_turn_that_brings_a_prompt_is_refused(open_desk: Open) -> None:
+    desk = open_desk()
+    trajectory_id = f"{groups_of(desk)[0]}.0"
+    worker = holder(desk, trajectory_id)
+    desk.send_turn(worker.peer, make_turn(trajectory_id, 1))
+    turn = make_turn(trajectory_id, 1, 1).model_copy(update={"prompt_tokens": pack_tokens([1])})
+    assert desk.send_turn(worker.peer, turn) == Refusal.INVALID
 
 
 def test_the_oldest_version_of_any_token_is_the_one_that_counts(open_desk: Open) -> None:
