@@ -24,6 +24,8 @@ def check_turn(turn: TurnFinished, row: TrajectoryRow) -> None:
         RequestRefused: `INVALID`, with what is wrong.
     """
     problem = _problem(turn, row)
+    if not problem and not _measured(turn):
+        problem = "a time is no number, or a count is negative"
     if problem:
         raise RequestRefused(Refusal.INVALID, f"{turn.trajectory_id} turn {turn.turn}: {problem}")
 
@@ -40,8 +42,6 @@ def _problem(turn: TurnFinished, row: TrajectoryRow) -> str:
     prompt, observation = len(turn.prompt_tokens), len(turn.observation_tokens)
     if len(lengths) != 1 or (len(turn.action_tokens) | prompt | observation) % 4:
         return "token arrays differ in length or are torn"
-    if not _measured(turn):
-        return "a time is no number, or a count is negative"
     if result is not None and (result.reward is None) == (result.failure is None):
         return "a result is either a reward or a failure"
     if result is None or result.failure is None:  # A failure may come before anything was made.
