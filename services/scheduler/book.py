@@ -22,6 +22,7 @@ from services.scheduler.leases import Leases
 from services.scheduler.measures import measure_turn
 from services.scheduler.moves import Moves
 from services.scheduler.records import DecisionKind, GroupRecord, Snapshot, StepRow
+from services.scheduler.reports import check_report
 from services.scheduler.routing.policy import Decision, Policy
 from services.scheduler.rules import Rules
 from services.scheduler.state import Assign, Lineage, Outcome, Trajectory, TurnReply
@@ -62,6 +63,7 @@ class Book:
             wall_offset_s: what to add to the loop time for the wall clock, in seconds since 1970.
         """
         self.rules = rules
+        self._bucket_names = [bucket.name for bucket in rules.buckets]
         self.leases = Leases(rules, policy, wall_offset_s=wall_offset_s)
         self.groups = Groups(rules, order, self.leases, snapshot, now=now)
         self.steps = Steps(rules, self.groups, snapshot, now=now)
@@ -102,9 +104,15 @@ class Book:
     def worker_reported(
         self, peer: str, name: str, report: ReportWorker, now: float
     ) -> tuple[list[str], Outcome]:
-        """Note the load and renew the leases; returns what the worker must let go."""
+        """Note the load and renew the leases; returns what the worker must let go.
+
+        Raises:
+            RequestRefused: `INVALID`.
+        """
+        fleet = self.leases.fleet
+        check_report(report, self._bucket_names, fleet.workers.get(peer))
         outcome = Outcome()
-        self.leases.fleet.report(peer, name, report, now)
+        fleet.report(peer, name, report, now)
         return self.leases.renew(peer, report, self.groups.trajectories, now, outcome), outcome
 
     def worker_gone(self, peer: str, now: float) -> Outcome:

@@ -15,6 +15,8 @@ from services.scheduler.routing.route import Route
 
 INT_MAX = 2**63 - 1
 """Of the ledger's columns."""
+SIGN_BIT = 0x80
+"""In the last byte of a packed int32."""
 
 
 def check_turn(turn: TurnFinished, row: TrajectoryRow) -> None:
@@ -25,7 +27,7 @@ def check_turn(turn: TurnFinished, row: TrajectoryRow) -> None:
     """
     problem = _problem(turn, row)
     if not problem and not _measured(turn):
-        problem = "a time is no number, or a count is negative"
+        problem = "a time is no number, or a count or version is negative"
     if problem:
         raise RequestRefused(Refusal.INVALID, f"{turn.trajectory_id} turn {turn.turn}: {problem}")
 
@@ -53,7 +55,7 @@ def _problem(turn: TurnFinished, row: TrajectoryRow) -> str:
 
 
 def _measured(turn: TurnFinished) -> bool:
-    """Whether its times and counts can be: one that is no number would stay in every mean."""
+    """Whether its times, counts and versions can be: what is no number stays in every mean."""
     move = turn.move
     return (
         -inf < turn.tool_latency_s < inf
@@ -61,6 +63,7 @@ def _measured(turn: TurnFinished) -> bool:
         and -inf < turn.queue_s < inf
         and 0 <= turn.running <= INT_MAX
         and 0 <= turn.kv_tokens_used <= INT_MAX
+        and max(turn.action_versions[3::4], default=0) < SIGN_BIT
         and (move is None or (-inf < move.seconds < inf and 0 <= move.tokens <= INT_MAX))
     )
 

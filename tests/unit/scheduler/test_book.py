@@ -10,6 +10,7 @@ from common.errors import Refusal, RequestRefused
 from common.messages.scheduler import MoveReport, StepFinished
 from common.trajectory import FailureKind, pack_tokens
 from common.weights import version_id
+from services.scheduler.routing.fleet import BucketShape
 from services.scheduler.rules import Rules
 from services.scheduler.state import Assign
 from services.scheduler.status import run_status, waiting_for
@@ -130,6 +131,7 @@ def test_a_turn_said_twice_is_journaled_once_and_answered_the_same(open_desk: Op
         {"queue_s": float("inf")},
         {"tool_latency_s": float("-inf")},
         {"running": -1},
+        {"action_versions": pack_tokens([0, -1])},
         {"kv_tokens_used": 2**63},
         {"move": MoveReport(path="kv", tokens=1, seconds=float("nan"), reason="")},
         {"action_tokens": b"", "action_logprobs": b"", "action_versions": b""},
@@ -330,6 +332,31 @@ def test_a_worker_is_told_to_let_go_what_is_not_its_own(open_desk: Open) -> None
 
 
 # ── groups ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"bucket": "nowhere"},
+        {"version": -1},
+        {"version": -2},
+        {"version": 2**31},
+        {"slots": -1},
+        {"kv_tokens_free": -(10**6)},
+        {"running": 2**63},
+    ],
+)
+def test_a_report_that_cannot_be_true_is_refused_and_changes_nothing(
+    open_desk: Open, broken: dict[str, object]
+) -> None:
+    desk = open_desk(buckets=(BucketShape("short", 1, 100, 1000),))
+    worker = next(iter(desk.workers.values()))
+    report = make_report(list(worker.held)).model_copy(update=broken)
+    with pytest.raises(RequestRefused) as caught:
+        desk.book.worker_reported(worker.peer, worker.name, report, desk.now)
+    assert caught.value.refusal is Refusal.INVALID
+    known = desk.book.leases.fleet.workers[worker.peer]
+    assert (known.bucket, known.version, known.slots) == ("short", 0, worker.slots)
 
 
 def test_a_failed_member_is_left_out_and_the_rest_is_trained(open_desk: Open) -> None:
