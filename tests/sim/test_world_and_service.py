@@ -10,7 +10,8 @@ take something whenever anything is placed; so every decision must be equal, its
 With `mlfq` the moves depend on lengths alone, since the second bucket has one worker. With `libra`
 all depends on loads, speeds and predictions, and through them on times, which the two model
 differently on purpose (an iteration of a large model against a fixed time per token). What must be
-equal there is all that no time may change: what is played, and what is written down of it. Which groups share a step depends on which are ready first, with any policy.
+equal there is all that no time may change: what is played, and what is written down of it. Which
+groups share a step depends on which are ready first, with any policy.
 """
 
 import contextlib
