@@ -90,5 +90,5 @@ def _unpacked(fields: list[Any]) -> Route:
         ],
         action_tokens_at=at[0],
         context_tokens_at=at[1],
-        siblings_at=[tuple(known) for known in at[2]],
+        siblings_at=at[2],
     )

@@ -9,7 +9,6 @@ sums over rows can be added across shards.
 
 from collections.abc import Iterator
 from math import log1p, log2
-from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
@@ -82,7 +81,8 @@ def turn_cell(turn: int) -> int:
     return min(_TURN_CELLS - 1, 11 + int(3 * log2(turn / 10)))
 
 
-_TURN_CELL = [turn_cell(turn) for turn in range(TURN_MAX)]
+TURN_CELLS = [turn_cell(turn) for turn in range(TURN_MAX)]
+"""By turn."""
 
 
 class Point(NamedTuple):
@@ -97,19 +97,16 @@ class Point(NamedTuple):
     """Turns finished, at most `TURN_MAX - 1`."""
     sampled: int
     """Action tokens up to here."""
-    packed: bytes
-    """Numbers and cells as float64: it is taken in many times while a trajectory lives."""
 
 
-_PACK = Struct(f"{NUMBERS + CELLS}d").pack
-_NO_NUMBERS = (0.0,) * NUMBERS
-_START_CELLS = (_TURN, *(COLUMNS - 1,) * (CELLS - 1))
-
-
-def start_point() -> Point:
-    """The point before the first turn."""
-    packed = _PACK(*_NO_NUMBERS, *_START_CELLS)
-    return Point(_NO_NUMBERS, _START_CELLS, log1p(TOKENS_GUESSED), 0, 0, packed)
+START = Point(
+    numbers=(0.0,) * NUMBERS,
+    cells=(_TURN, *(COLUMNS - 1,) * (CELLS - 1)),
+    base=log1p(TOKENS_GUESSED),
+    turn=0,
+    sampled=0,
+)
+"""The point before the first turn."""
 
 
 class ToolCells:
@@ -224,7 +221,7 @@ class Progress:
         )
         counted = turn if turn < TURN_MAX else TURN_MAX - 1
         cells = (
-            _TURN + _TURN_CELL[counted],
+            _TURN + TURN_CELLS[counted],
             _TURN_STATUS
             + (turn if turn < _STATUS_TURNS else _STATUS_TURNS - 1) * _STATUSES
             + status,
@@ -239,12 +236,12 @@ class Progress:
         )
         turn_tokens = (self.sampled + _TURN_TOKENS_GUESSED) / (turn + 1)
         base = log1p(turn_tokens * turns_guessed(turn))
-        return Point(numbers, cells, base, counted, self.sampled, _PACK(*numbers, *cells))
+        return Point(numbers, cells, base, counted, self.sampled)
 
 
 def points_of(route: Route, tools: ToolCells) -> Iterator[Point]:
     """All points of a route: its start, then one per outcome."""
-    yield start_point()
+    yield START
     progress = Progress(tools)
     for outcome, sampled, context in zip(
         route.outcomes, route.action_tokens_at, route.context_tokens_at, strict=True

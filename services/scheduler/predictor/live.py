@@ -1,7 +1,6 @@
 """A trajectory that the predictor follows while it lives."""
 
-from services.scheduler.predictor.features import Point, Progress
-from services.scheduler.predictor.rows import Seen
+from services.scheduler.predictor.features import START, Point, Progress
 from services.scheduler.predictor.siblings import Siblings
 
 
@@ -12,8 +11,9 @@ class Live:
         "locations",
         "log_sampled",
         "place",
-        "points",
+        "point",
         "progress",
+        "rows",
         "seen",
         "siblings",
         "version",
@@ -24,8 +24,12 @@ class Live:
         """Among those that have had a turn, or -1."""
         self.progress = progress
         self.siblings = siblings
-        self.points: list[Point] = []
-        self.seen: list[Seen] = []
+        self.point: Point = START
+        """The last one."""
+        self.rows = bytearray()
+        """Of all points, packed."""
+        self.seen: list[float] = []
+        """What was known of siblings at each point (`SEEN`), one after the other."""
         self.log_sampled = 0.0
         self.locations: list[float] = []
         """By the regression alone, as of when each point came, or later."""

@@ -16,16 +16,26 @@ import numpy as np
 
 from services.scheduler.predictor.features import (
     COLUMNS,
+    START,
     START_COLUMN,
+    TURN_CELLS,
     Point,
     Progress,
     ToolCells,
-    start_point,
 )
 from services.scheduler.predictor.live import Live
 from services.scheduler.predictor.pace import solve_after
 from services.scheduler.predictor.regression import Sums
-from services.scheduler.predictor.rows import Batch, Kept, Ring, Rows, Seen, united
+from services.scheduler.predictor.rows import (
+    ROW_BYTES,
+    SEEN,
+    Batch,
+    Kept,
+    Ring,
+    Rows,
+    packed,
+    united,
+)
 from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
@@ -100,7 +110,7 @@ class ResidualPredictor:
         live = Live(Progress(self._tools), siblings)
         self._live[route.trajectory_id] = live
         siblings.live += 1
-        self._note(live, start_point())
+        self._note(live, START)
         self._catch_up(live, route)
         route.siblings_at = live.seen
 
@@ -111,12 +121,13 @@ class ResidualPredictor:
             self.begin(route)
             return
         self._catch_up(live, route)
-        self._settle_if_due()
+        if self._points_since_solve >= self._solve_soonest:
+            self._settle_if_due()
 
     def predict(self, route: Route, *, tokens_since_return: int = 0) -> Residual:
         """Tokens still to come."""
         live = self._find(route)
-        point = live.points[-1]
+        point = live.point
         location = self._location(live, point)
         if point.turn:
             spread, evidence = self._spread, self._counts[point.cells[1]]
@@ -129,14 +140,14 @@ class ResidualPredictor:
     def distribution(self, route: Route, *, tokens_since_return: int = 0) -> list[float]:
         """Equally likely numbers of tokens still to come, ascending."""
         live = self._find(route)
-        point = live.points[-1]
+        point = live.point
         spread = self._spread if point.turn else self._start_spread
         return spread.remaining_after(self._location(live, point), tokens_since_return)
 
     def expected_log(self, route: Route) -> float:
         """Mean of log(1 + tokens still to come)."""
         live = self._find(route)
-        point = live.points[-1]
+        point = live.point
         spread = self._spread if point.turn else self._start_spread
         return self._location(live, point) + spread.log_mean
 
@@ -149,51 +160,55 @@ class ResidualPredictor:
             siblings.live -= 1
             siblings.log_sum -= known.log_sampled
         elif len(route.siblings_at) == len(live.seen):
-            live.seen = [Seen(*known) for known in route.siblings_at]
+            live.seen = list(route.siblings_at)
         total = route.action_tokens
-        points = live.points
-        while points and points[-1].sampled >= total:
-            points.pop()
-        if finished and 0 < len(points) <= self._ring.rows_max:
-            self._learn(route, live, total)
+        sampled = [0, *route.action_tokens_at]
+        while sampled and sampled[-1] >= total:
+            sampled.pop()
+        if finished and 0 < len(sampled) <= self._ring.rows_max:
+            self._learn(route, live, sampled)
         elif not siblings.finished and not siblings.live:
             self._siblings.pop(route.task_id or route.group_id, None)
 
     def _catch_up(self, live: Live, route: Route) -> None:
         """Note the turns that a living one has had since."""
-        told = len(live.points)
-        for turn in range(told - 1, route.turns):
+        told, turns = len(live.locations), len(route.outcomes)
+        for turn in range(told - 1, turns):
             self._advance(live, route, turn)
         if live.place >= 0:
-            self._unfinished_rows += len(live.points) - told
-        elif len(live.points) > 1:
+            self._unfinished_rows += turns + 1 - told
+        elif turns:
             live.place = len(self._unfinished)
             self._unfinished.append(live)
-            self._unfinished_rows += len(live.points)
+            self._unfinished_rows += turns + 1
 
     def _leave(self, live: Live) -> None:
         """It is not unfinished any more."""
         if live.place < 0:
             return
-        self._unfinished_rows -= len(live.points)
+        self._unfinished_rows -= len(live.locations)
         last = self._unfinished.pop()
         if last is not live:
             last.place = live.place
             self._unfinished[last.place] = last
 
-    def _learn(self, route: Route, live: Live, total: int) -> None:
+    def _learn(self, route: Route, live: Live, sampled: list[int]) -> None:
+        """From its first points, at which it had sampled so many of its tokens."""
         task = route.task_id or route.group_id
         siblings = self._family(task)
-        ring, pending, points = self._ring, self._pending, live.points
-        rows = len(points)
+        ring, rows, total = self._ring, len(sampled), route.action_tokens
         self.clock += 1.0
         kept, gone = ring.keep(task, rows, self.clock)
-        place = kept.start
-        for point, seen, location in zip(points, live.seen, live.locations, strict=False):
-            remaining = log1p(total - point.sampled)
-            pending.append(point, seen, remaining - point.base, self.clock, siblings.number)
-            ring.residuals[place % ring.rows_max] = remaining - location
-            ring.turn_cells[place % ring.rows_max] = point.cells[0] - START_COLUMN
+        self._pending.append(
+            live.rows[: rows * ROW_BYTES],
+            live.seen[: rows * SEEN],
+            total,
+            self.clock,
+            siblings.number,
+        )
+        residuals, rows_max, place = ring.residuals, ring.rows_max, kept.start
+        for so_far, location in zip(sampled, live.locations, strict=False):
+            residuals[place % rows_max] = log1p(total - so_far) - location
             place += 1
         for old in gone:
             self._forget(old)
@@ -212,11 +227,11 @@ class ResidualPredictor:
     def _find(self, route: Route) -> Live:
         """The living one; made from its route if it was never begun, or its turns not told."""
         live = self._live.get(route.trajectory_id)
-        if live is not None and len(live.points) == len(route.outcomes) + 1:
+        if live is not None and len(live.locations) == len(route.outcomes) + 1:
             return live
         siblings = self._siblings.get(route.task_id or route.group_id) or Siblings(0)
         live = Live(Progress(self._tools), siblings)
-        self._note(live, start_point())
+        self._note(live, START)
         for turn in range(route.turns):
             self._advance(live, route, turn)
         siblings.log_sum -= live.log_sampled
@@ -229,7 +244,8 @@ class ResidualPredictor:
         self._note(live, point)
 
     def _note(self, live: Live, point: Point) -> None:
-        live.points.append(point)
+        live.point = point
+        live.rows += packed(point)
         siblings = live.siblings
         unfinished = siblings.live - 1 if siblings.live > 0 else 0
         log_sampled = log1p(point.sampled)
@@ -238,14 +254,14 @@ class ResidualPredictor:
         ahead = (
             (siblings.log_sum - log_sampled) / unfinished - log_sampled if unfinished > 0 else 0.0
         )
-        live.seen.append(Seen(self.clock, unfinished, ahead))
+        live.seen += (self.clock, unfinished, ahead)
         live.locations.append(self._regress(point))
         live.version = self._version
         self._points_since_solve += 1
 
     def _regress(self, point: Point) -> float:
         w = self._weights
-        numbers, cells, base, _, _, _ = point
+        numbers, cells, base, _, _ = point
         a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = numbers
         c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = cells
         return (
@@ -264,9 +280,9 @@ class ResidualPredictor:
         siblings = live.siblings
         if siblings.seen != self._looked:
             siblings.refresh(self._ring, self._looked)
-        mean, finished, at_turn, count = siblings.means(point.cells[0] - START_COLUMN)
-        seen = live.seen[-1]
-        a, b, c, d, e, f = signals(mean, finished, at_turn, count, seen.unfinished, seen.ahead)
+        mean, finished, at_turn, count = siblings.means(TURN_CELLS[point.turn])
+        _, unfinished, ahead = live.seen[-SEEN:]
+        a, b, c, d, e, f = signals(mean, finished, at_turn, count, unfinished, ahead)
         t = self._trust
         return location + a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
 
@@ -330,13 +346,10 @@ class ResidualPredictor:
         # Another residue each time, so that all have their turn.
         for place in range(self._version % min(stride, len(unfinished)), len(unfinished), stride):
             live = unfinished[place]
-            last = live.points[-1]
+            last = live.point
             location = location_of(last, self._regress(last), turns_left, unsure)
             total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
-            for point in live.points:
-                guessed.append(
-                    point, live.seen[0], log1p(total - point.sampled) - point.base, self.clock, 0
-                )
+            guessed.append(live.rows, live.seen, total, self.clock, 0)
         return guessed
 
     def merge(self, other: "ResidualPredictor") -> None:
@@ -384,7 +397,6 @@ class ResidualPredictor:
             siblings.queue(kept)
             groups.extend([siblings.number] * count)
         newest = Batch(*(column[len(column) - rows :] for column in batch))
-        ring.turn_cells[:rows] = (newest.cells[:, 0].astype(int) - START_COLUMN).tolist()
         ring.write(newest._replace(groups=np.array(groups, np.int64)))
         self._siblings = {t: s for t, s in self._siblings.items() if s.finished or s.live}
         self.settle()

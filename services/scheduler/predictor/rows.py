@@ -14,18 +14,9 @@ Array = np.ndarray[Any, Any]
 
 
 SEEN = 3
-"""Fields of `Seen`."""
-
-
-class Seen(NamedTuple):
-    """What was known of a trajectory's siblings at one of its points, beside those finished."""
-
-    clock: float
-    """Siblings learned by then had finished."""
-    unfinished: float
-    """Others that had not."""
-    ahead: float
-    """Mean of log(1 + action tokens) over those, minus the trajectory's own."""
+"""What was known of a trajectory's siblings at one of its points, beside those finished: the clock
+(siblings learned by then had finished), how many others had not, and their mean of
+log(1 + action tokens), minus the trajectory's own."""
 
 
 class Kept(NamedTuple):
@@ -50,7 +41,7 @@ class Batch(NamedTuple):
     clocks: Array
     """float64 [rows]: when it was learned."""
     seen: Array
-    """float64 [rows, SEEN]: what was known of its siblings when the point came (`Seen`)."""
+    """float64 [rows, SEEN]: what was known of its siblings when the point came (`SEEN`)."""
     groups: Array
     """int64 [rows]: number of its prompt."""
 
@@ -63,35 +54,56 @@ class Batch(NamedTuple):
         return dense
 
 
-_WIDTH = NUMBERS + CELLS + SEEN + 3
-_ROW_BYTES = 8 * _WIDTH
-_PACK_REST = Struct(f"{SEEN + 3}d").pack
+_FIELDS = NUMBERS + CELLS
+_WIDTH = _FIELDS + 2
+ROW_BYTES = 8 * _WIDTH
+_PACK = Struct(f"{_WIDTH}d").pack
+
+
+def packed(point: Point) -> bytes:
+    """A row as float64, with its base and the tokens sampled."""
+    return _PACK(*point.numbers, *point.cells, point.base, point.sampled)
+
+
+class _Ended(NamedTuple):
+    """One trajectory among those that wait."""
+
+    rows: int
+    total: float
+    clock: float
+    group: int
 
 
 class Rows:
-    """Rows that wait to be taken in together."""
+    """Rows of trajectories that wait to be taken in together."""
 
     def __init__(self) -> None:
         self._table = bytearray()
+        self._seen = array("d")
+        self._ended: list[_Ended] = []
 
     def __len__(self) -> int:
-        return len(self._table) // _ROW_BYTES
+        return len(self._table) // ROW_BYTES
 
-    def append(self, point: Point, seen: Seen, target: float, clock: float, group: int) -> None:
-        """One row more."""
-        self._table += point.packed + _PACK_REST(*seen, target, clock, group)
+    def append(
+        self, rows: bytes | bytearray, seen: Sequence[float], total: float, clock: float, group: int
+    ) -> None:
+        """The packed rows of a trajectory that has sampled `total` tokens at its end."""
+        self._table += rows
+        self._seen.extend(seen)
+        self._ended.append(_Ended(len(rows) // ROW_BYTES, total, clock, group))
 
     def batch(self) -> Batch:
         """All of them, as views: nothing may be appended afterwards."""
         table = np.frombuffer(self._table, np.float64).reshape(-1, _WIDTH)
-        seen = NUMBERS + CELLS
+        rows, totals, clocks, groups = map(np.array, zip(*self._ended, strict=True))
         return Batch(
             numbers=table[:, :NUMBERS],
-            cells=table[:, NUMBERS:seen].astype(np.uint16),
-            seen=table[:, seen : seen + SEEN],
-            targets=table[:, -3],
-            clocks=table[:, -2],
-            groups=table[:, -1].astype(np.int64),
+            cells=table[:, NUMBERS:_FIELDS].astype(np.uint16),
+            targets=np.log1p(np.repeat(totals, rows) - table[:, -1]) - table[:, -2],
+            clocks=np.repeat(clocks, rows),
+            seen=np.frombuffer(self._seen, np.float64).reshape(-1, SEEN),
+            groups=np.repeat(groups, rows),
         )
 
 
@@ -116,7 +128,6 @@ class Ring:
         """Of them, those in the arrays."""
         self.residuals = array("d", bytes(8 * rows_max))
         """Target minus the regression's value."""
-        self.turn_cells = [0] * rows_max
 
     def keep(self, task: str, rows: int, clock: float) -> tuple[Kept, list[Kept]]:
         """Give a trajectory its rows; also returns those that are overwritten for it."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from services.scheduler.predictor.features import NUMBERS
+from services.scheduler.predictor.features import NUMBERS, TURN_CELLS, TURN_MAX
 from services.scheduler.predictor.rows import Kept, Ring
 
 Array = np.ndarray[Any, Any]
@@ -174,16 +174,16 @@ class Siblings:
         self.seen = version
 
     def _sum(self, kept: Kept, ring: Ring) -> None:
-        residuals, turn_cells, rows_max = ring.residuals, ring.turn_cells, ring.rows_max
+        residuals, rows_max = ring.residuals, ring.rows_max
         at_turn = self._at_turn
         total = 0.0
-        for number in range(kept.start, kept.start + kept.rows):
-            place = number % rows_max
-            residual = residuals[place]
+        for turn in range(kept.rows):
+            residual = residuals[(kept.start + turn) % rows_max]
             total += residual
-            sums = at_turn.get(turn_cells[place])
+            cell = TURN_CELLS[turn if turn < TURN_MAX else TURN_MAX - 1]
+            sums = at_turn.get(cell)
             if sums is None:
-                at_turn[turn_cells[place]] = [residual, 1]
+                at_turn[cell] = [residual, 1]
             else:
                 sums[0] += residual
                 sums[1] += 1

@@ -36,9 +36,9 @@ class Route:
     """Action tokens sampled in all when each outcome came; as long as `outcomes`."""
     context_tokens_at: list[int] = field(default_factory=list[int])
     """Context with that outcome's observation in it; as long as `outcomes`."""
-    siblings_at: Sequence[tuple[float, ...]] = ()
-    """What was known of its siblings when it began and when each outcome came, for whoever learns
-    from it once more; kept by the predictor."""
+    siblings_at: Sequence[float] = ()
+    """What was known of its siblings when it began and when each outcome came, one after the other,
+    for whoever learns from it once more; kept by the predictor."""
     worker: str = ""
     """Peer that holds it, or empty while it waits."""
     moves: int = 0

@@ -1,3 +1,5 @@
+from math import expm1
+
 import numpy as np
 import pytest
 
@@ -6,24 +8,22 @@ from services.scheduler.predictor.features import (
     CELLS,
     COLUMNS,
     NUMBERS,
+    START,
     TURN_MAX,
     Progress,
     ToolCells,
-    start_point,
     turn_cell,
 )
 from services.scheduler.predictor.regression import Sums
-from services.scheduler.predictor.rows import Rows, Seen
+from services.scheduler.predictor.rows import Rows, packed
 from services.scheduler.predictor.spread import LEVELS, Spread
 from services.scheduler.routing.outcomes import Payload, ToolOutcome
-
-SEEN = Seen(0.0, 0.0, 0.0)
 
 
 def rows(targets: list[float], clock: float) -> Rows:
     made = Rows()
     for target in targets:
-        made.append(start_point(), SEEN, target, clock, 0)
+        made.append(packed(START), (0.0, 0.0, 0.0), expm1(target + START.base), clock, 0)
     return made
 
 
@@ -72,7 +72,7 @@ def test_few_observations_move_a_column_less_than_many() -> None:
     few, many = Sums(1e9), Sums(1e9)
     few.add(rows([2.0], clock=0.0).batch())
     many.add(rows([2.0] * 100, clock=0.0).batch())
-    column = start_point().cells[0]
+    column = START.cells[0]
     assert 0 < few.solve()[column] < many.solve()[column] < 2.0
 
 
