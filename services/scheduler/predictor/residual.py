@@ -26,16 +26,7 @@ from services.scheduler.predictor.features import (
 from services.scheduler.predictor.live import Live
 from services.scheduler.predictor.pace import solve_after
 from services.scheduler.predictor.regression import Sums
-from services.scheduler.predictor.rows import (
-    ROW_BYTES,
-    SEEN,
-    Batch,
-    Kept,
-    Ring,
-    Rows,
-    packed,
-    united,
-)
+from services.scheduler.predictor.rows import Batch, Ended, Kept, Ring, Rows, packed, united
 from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
@@ -199,13 +190,8 @@ class ResidualPredictor:
         ring, rows, total = self._ring, len(sampled), route.action_tokens
         self.clock += 1.0
         kept, gone = ring.keep(task, rows, self.clock)
-        self._pending.append(
-            live.rows[: rows * ROW_BYTES],
-            live.seen[: rows * SEEN],
-            total,
-            self.clock,
-            siblings.number,
-        )
+        ended = Ended(rows, total, self.clock, siblings.number)
+        self._pending.append(live.rows, live.seen, ended)
         residuals, rows_max, place = ring.residuals, ring.rows_max, kept.start
         for so_far, location in zip(sampled, live.locations, strict=False):
             residuals[place % rows_max] = log1p(total - so_far) - location
@@ -281,7 +267,7 @@ class ResidualPredictor:
         if siblings.seen != self._looked:
             siblings.refresh(self._ring, self._looked)
         mean, finished, at_turn, count = siblings.means(TURN_CELLS[point.turn])
-        _, unfinished, ahead = live.seen[-SEEN:]
+        unfinished, ahead = live.seen[-2:]
         a, b, c, d, e, f = signals(mean, finished, at_turn, count, unfinished, ahead)
         t = self._trust
         return location + a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
@@ -349,7 +335,8 @@ class ResidualPredictor:
             last = live.point
             location = location_of(last, self._regress(last), turns_left, unsure)
             total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
-            guessed.append(live.rows, live.seen, total, self.clock, 0)
+            ended = Ended(len(live.locations), total, self.clock, 0)
+            guessed.append(live.rows, live.seen, ended)
         return guessed
 
     def merge(self, other: "ResidualPredictor") -> None:

@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 
 _FIELDS = NUMBERS + CELLS
 _WIDTH = _FIELDS + 2
-ROW_BYTES = 8 * _WIDTH
+_ROW_BYTES = 8 * _WIDTH
 _PACK = Struct(f"{_WIDTH}d").pack
 
 
@@ -65,11 +65,12 @@ def packed(point: Point) -> bytes:
     return _PACK(*point.numbers, *point.cells, point.base, point.sampled)
 
 
-class _Ended(NamedTuple):
+class Ended(NamedTuple):
     """One trajectory among those that wait."""
 
     rows: int
     total: float
+    """Tokens that it has sampled in all."""
     clock: float
     group: int
 
@@ -80,18 +81,16 @@ class Rows:
     def __init__(self) -> None:
         self._table = bytearray()
         self._seen = array("d")
-        self._ended: list[_Ended] = []
+        self._ended: list[Ended] = []
 
     def __len__(self) -> int:
-        return len(self._table) // ROW_BYTES
+        return len(self._table) // _ROW_BYTES
 
-    def append(
-        self, rows: bytes | bytearray, seen: Sequence[float], total: float, clock: float, group: int
-    ) -> None:
-        """The packed rows of a trajectory that has sampled `total` tokens at its end."""
-        self._table += rows
-        self._seen.extend(seen)
-        self._ended.append(_Ended(len(rows) // ROW_BYTES, total, clock, group))
+    def append(self, table: bytes | bytearray, seen: Sequence[float], ended: Ended) -> None:
+        """The first rows of a trajectory, packed; as many as `ended` says."""
+        self._table += table[: ended.rows * _ROW_BYTES]
+        self._seen.extend(seen[: ended.rows * SEEN])
+        self._ended.append(ended)
 
     def batch(self) -> Batch:
         """All of them, as views: nothing may be appended afterwards."""

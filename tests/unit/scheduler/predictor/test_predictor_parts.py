@@ -15,7 +15,7 @@ from services.scheduler.predictor.features import (
     turn_cell,
 )
 from services.scheduler.predictor.regression import Sums
-from services.scheduler.predictor.rows import Rows, packed
+from services.scheduler.predictor.rows import Ended, Rows, packed
 from services.scheduler.predictor.spread import LEVELS, Spread
 from services.scheduler.routing.outcomes import Payload, ToolOutcome
 
@@ -23,7 +23,8 @@ from services.scheduler.routing.outcomes import Payload, ToolOutcome
 def rows(targets: list[float], clock: float) -> Rows:
     made = Rows()
     for target in targets:
-        made.append(packed(START), (0.0, 0.0, 0.0), expm1(target + START.base), clock, 0)
+        ended = Ended(1, expm1(target + START.base), clock, 0)
+        made.append(packed(START), (0.0, 0.0, 0.0), ended)
     return made
 
 
