@@ -6,12 +6,12 @@ A group depends on the seed, its index and its step alone, so every policy meets
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.trajectory import ToolStatus
 from services.simulator.latency import RECORDED
@@ -140,6 +140,18 @@ class _Prompt:
     """Mean of log output per turn."""
 
 
+class _Standing(NamedTuple):
+    """Where a trajectory stands, at its start or at a tool return."""
+
+    prompt: _Prompt
+    log_output: float
+    """Mean of its own log output per turn, but for the effects of outcomes."""
+    turns: int
+    context: int
+    bad: bool | None
+    """How the last call went."""
+
+
 class ParametricWorkload:
     """Trajectories drawn from a preset."""
 
@@ -159,44 +171,86 @@ class ParametricWorkload:
 
     def group(self, index: int, step: int) -> list[TraceTrajectory]:
         """Siblings share the prompt, its difficulty and its length."""
-        preset, dial = self._preset, self._dial
-        random = Random(f"{self._seed}/{preset.name}/{index}")
-        difficulty = random.gauss(0.0, 1.0)
-        shift = dial.log_growth * preset.drift.share(step) + math.log(self._scale)
-        prompt = _Prompt(
-            tokens=_tokens(preset.prompt, random, 1.0),
-            difficulty=difficulty,
-            log_output=dial.log_mean + shift + dial.group_sd * difficulty,
-        )
+        random = self._random(index)
+        prompt = self._prompt(step, random)
         return [
             self._trajectory(f"g{index}", number, prompt, random)
             for number in range(self.group_size)
         ]
 
+    def endings(self, index: int, step: int, *, draws: int) -> Iterator[tuple[int, list[int]]]:
+        """What could be known of the ends of a group's trajectories, at each of their tool returns.
+
+        Yields the context at the end, and `draws` others that are as likely, by the law of this
+        workload, for somebody who knows that law, the prompt with its difficulty, and what the
+        trajectory has shown so far. No siblings can say more.
+        """
+        prompt, random = self._prompt(step, self._random(index)), Random(f"endings/{index}")
+        for member in self.group(index, step):
+            for point in self._points(member, prompt):
+                drawn = [
+                    point.context + _growth(self._turns(self._likely(point, random), random))
+                    for _ in range(draws)
+                ]
+                yield member.context_tokens, drawn
+
+    def _points(self, member: TraceTrajectory, prompt: _Prompt) -> Iterator[_Standing]:
+        """Where a trajectory stands at each tool return, its own length the mean of its turns."""
+        seen, bad, context = 0.0, None, member.prompt_tokens
+        for number, turn in enumerate(member.turns[:-1], start=1):
+            seen += math.log(turn.output_tokens) - self._lengthened(bad=bad)
+            bad = turn.status is not ToolStatus.OK
+            context += turn.output_tokens + turn.observation_tokens
+            yield _Standing(prompt, seen / number, number, context, bad)
+
+    def _likely(self, point: _Standing, random: Random) -> _Standing:
+        """The same with an own length that may have shown itself so: normal, given a normal."""
+        prior, shown = self._preset.sample_sd**-2, point.turns * self._preset.turn_sd**-2
+        mean = (point.prompt.log_output * prior + point.log_output * shown) / (prior + shown)
+        return point._replace(log_output=random.gauss(mean, (prior + shown) ** -0.5))
+
+    def _random(self, index: int) -> Random:
+        return Random(f"{self._seed}/{self._preset.name}/{index}")
+
+    def _prompt(self, step: int, random: Random) -> _Prompt:
+        preset, dial = self._preset, self._dial
+        difficulty = random.gauss(0.0, 1.0)
+        shift = dial.log_growth * preset.drift.share(step) + math.log(self._scale)
+        return _Prompt(
+            tokens=_tokens(preset.prompt, random, 1.0),
+            difficulty=difficulty,
+            log_output=dial.log_mean + shift + dial.group_sd * difficulty,
+        )
+
     def _trajectory(
         self, group_id: str, number: int, prompt: _Prompt, random: Random
     ) -> TraceTrajectory:
+        log_output = prompt.log_output + random.gauss(0.0, self._preset.sample_sd)
+        start = _Standing(prompt, log_output, 0, prompt.tokens, None)
+        turns = tuple(self._turns(start, random))
+        return TraceTrajectory(f"{group_id}.{number}", group_id, prompt.tokens, turns)
+
+    def _turns(self, start: _Standing, random: Random) -> Iterator[TraceTurn]:
+        """The turns that follow, to the end."""
         preset = self._preset
-        log_output = prompt.log_output + random.gauss(0.0, preset.sample_sd)
-        turns: list[TraceTurn] = []
-        context, bad = prompt.tokens, None
+        prompt, log_output, turns, context, bad = start
         while True:
             output = random.lognormvariate(log_output + self._lengthened(bad=bad), preset.turn_sd)
             left = preset.context_tokens_max - context
             sampled = max(1, min(int(output), left))
             context += sampled
-            over = len(turns) + 1 == preset.turns_max or sampled == left
-            if over or random.random() < self._stops(len(turns), bad=bad):
-                turns.append(TraceTurn(sampled, "", None, 0, None))
-                break
+            over = turns + 1 == preset.turns_max or sampled == left
+            if over or random.random() < self._stops(turns, bad=bad):
+                yield TraceTurn(sampled, "", None, 0, None)
+                return
             bad = random.random() < self._goes_wrong(prompt.difficulty, bad=bad)
             turn = self._called(sampled, random, bad=bad)
             context += turn.observation_tokens
             if context >= preset.context_tokens_max:
-                turns.append(TraceTurn(sampled, "", None, 0, None))
-                break
-            turns.append(turn)
-        return TraceTrajectory(f"{group_id}.{number}", group_id, prompt.tokens, tuple(turns))
+                yield TraceTurn(sampled, "", None, 0, None)
+                return
+            yield turn
+            turns += 1
 
     def _lengthened(self, *, bad: bool | None) -> float:
         """Effect of the last outcome on log output per turn."""
@@ -239,6 +293,10 @@ class ParametricWorkload:
     def _tool(self, random: Random, *, bad: bool) -> ToolModel:
         shares = self._shares_bad if bad else self._shares_ok
         return self._preset.tools[min(bisect(shares, random.random()), len(shares) - 1)]
+
+
+def _growth(turns: Iterable[TraceTurn]) -> int:
+    return sum(turn.output_tokens + turn.observation_tokens for turn in turns)
 
 
 def _tokens(law: Observation, random: Random, scale: float) -> int:
