@@ -97,8 +97,9 @@ class Steps:
             self.groups.drop(group, "stale", outcome)
 
     def _last_step(self, group: Group) -> float:
-        """The last step that may train the group; inf while nothing of it has begun."""
-        return group.oldest_step + self.rules.max_staleness_steps + 1
+        """The last step that may train a group in line; inf while nothing of it has begun."""
+        oldest_step = group.key[1]  # As `group.oldest_step`, which looks at every trajectory.
+        return oldest_step + self.rules.max_staleness_steps + 1
 
     def _candidates(self) -> list[Candidate]:
         beyond = (self.rules.max_staleness_steps + 1) * self.rules.groups_per_step
@@ -108,7 +109,7 @@ class Steps:
                 last_step=self._last_step(group),
                 admission=group.row.admission,
                 ready=group.row.state == GroupState.READY,
-                blocked=group.unbegun and rank > beyond,
+                blocked=rank > beyond and group.unbegun,
             )
             for rank, group in enumerate(self.groups.in_line(), start=1)
         ]
