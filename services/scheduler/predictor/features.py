@@ -46,6 +46,10 @@ _FAILED_TOOL = _TOOL + _TOOL_CELLS
 COLUMNS = _FAILED_TOOL + _FAILED_TOOL_CELLS + 1
 """Width of a row."""
 START_COLUMN = _TURN
+LOG_SAMPLED = 2, 5.0
+"""Column of log(1 + tokens sampled), and what is subtracted from it."""
+LOG_TURN = 5
+"""Column of log(1 + turns)."""
 TURN_COLUMNS = slice(_TURN, _TURN_STATUS)
 STATUS_COLUMNS = slice(_TURN_STATUS, _CONTEXT)
 SIZE_COLUMNS = slice(_CONTEXT, _TOOL)
@@ -63,7 +67,7 @@ _TOOLS_KNOWN_MAX = 4096
 _TURNS_GUESSED = 3.0
 _TURNS_GUESSED_PER_TURN = 0.5
 """Without any evidence: so many turns more. The longer it has gone on, the longer it will."""
-_TURN_TOKENS_GUESSED = 60
+TURN_TOKENS_GUESSED = 60
 """Their length is the mean so far, of one such turn more: a first turn alone says little."""
 TOKENS_GUESSED = 500
 """In all, of a trajectory that has sampled nothing yet, without any evidence."""
@@ -234,7 +238,7 @@ class Progress:
             tool_cell,
             failed_cell,
         )
-        turn_tokens = (self.sampled + _TURN_TOKENS_GUESSED) / (turn + 1)
+        turn_tokens = (self.sampled + TURN_TOKENS_GUESSED) / (turn + 1)
         base = log1p(turn_tokens * turns_guessed(turn))
         return Point(numbers, cells, base, counted, self.sampled)
 

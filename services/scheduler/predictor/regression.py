@@ -6,26 +6,47 @@ import numpy as np
 
 from services.scheduler.predictor.features import (
     COLUMNS,
+    LOG_SAMPLED,
+    LOG_TURN,
     SIZE_COLUMNS,
     START_COLUMN,
     STATUS_COLUMNS,
+    TOKENS_GUESSED,
     TOOL_COLUMNS,
     TURN_COLUMNS,
+    TURN_TOKENS_GUESSED,
+    turns_guessed,
 )
 from services.scheduler.predictor.rows import Batch
 
 Array = np.ndarray[Any, Any]
 
-_PENALTIES = np.empty(COLUMNS)
+PENALTIES = np.empty(COLUMNS)
 """Rows' worth of belief that a column says nothing: small for what differs most between
 workloads, so that it is learned first, larger for what only bends it."""
-_PENALTIES[:] = 15.0
-_PENALTIES[0] = 1.0  # the constant
-_PENALTIES[TURN_COLUMNS] = 5.0
-_PENALTIES[STATUS_COLUMNS] = 5.0
-_PENALTIES[SIZE_COLUMNS] = 10.0
-_PENALTIES[TOOL_COLUMNS] = 3.0
-_PENALTIES[START_COLUMN] = 1.0  # no other column speaks for the start
+PENALTIES[:] = 15.0
+PENALTIES[0] = 1.0  # the constant
+PENALTIES[TURN_COLUMNS] = 5.0
+PENALTIES[STATUS_COLUMNS] = 5.0
+PENALTIES[SIZE_COLUMNS] = 10.0
+PENALTIES[TOOL_COLUMNS] = 3.0
+PENALTIES[START_COLUMN] = 1.0  # no other column speaks for the start
+
+
+def sampled(numbers: Array, cells: Array) -> Array:
+    """Tokens sampled up to each row."""
+    column, centre = LOG_SAMPLED
+    starts = cells[:, 0] == START_COLUMN
+    return np.where(starts, 0.0, np.expm1(numbers[:, column].astype(np.float64) + centre))
+
+
+def bases(numbers: Array, cells: Array) -> Array:
+    """What each row's target is counted from (`Point.base`)."""
+    turns = np.expm1(numbers[:, LOG_TURN].astype(np.float64))
+    turns_left = turns_guessed(0) + (turns_guessed(1) - turns_guessed(0)) * turns
+    in_turn = (sampled(numbers, cells) + TURN_TOKENS_GUESSED) / (turns + 1.0)
+    starts = cells[:, 0] == START_COLUMN
+    return np.log1p(np.where(starts, TOKENS_GUESSED, in_turn * turns_left))
 
 
 class Sums:
@@ -71,4 +92,4 @@ class Sums:
             dense, targets = guessed
             products = products + weight * (dense.T @ dense)
             moments = moments + weight * (dense.T @ targets)
-        return np.linalg.solve(products + np.diag(_PENALTIES), moments)
+        return np.linalg.solve(products + np.diag(PENALTIES), moments)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from services.scheduler.predictor.experts import Expert, expert
 from services.scheduler.predictor.features import (
     COLUMNS,
     START,
@@ -31,6 +32,7 @@ from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, sig
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
 from services.scheduler.predictor.unfinished import (
+    imputed,
     location_of,
     log_turns_left,
     share_unfinished,
@@ -92,6 +94,7 @@ class ResidualPredictor:
         self._trust, _ = fit(self._ring, np.zeros(0), 0, Unfinished())
         self._spread = Spread(np.zeros(0), 0.0)
         self._start_spread = self._spread
+        self._expert = Expert()
 
     def begin(self, route: Route) -> None:
         """A trajectory was admitted, or is back with its past turns."""
@@ -270,17 +273,26 @@ class ResidualPredictor:
         unfinished, ahead = live.seen[-2:]
         a, b, c, d, e, f = signals(mean, finished, at_turn, count, unfinished, ahead)
         t = self._trust
-        return location + a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
+        location += a * t[0] + b * t[1] + c * t[2] + d * t[3] + e * t[4] + f * t[5]
+        if self._expert.share and point.turn:
+            # It learns from the ended alone, which are the short ones.
+            known = 1.0 - share_unfinished(self._unfinished_rows, self._sums.count)
+            return self._expert.blended(point.cells, location, known * known)
+        return location
 
     def _settle_if_due(self) -> None:
         new = self._points_since_solve
         if new >= self._solve_soonest and new >= solve_after(
             self._ring.total, self._unfinished_rows
         ):
-            self.settle()
+            self._settle()
 
     def settle(self) -> None:
         """Take in what is pending and derive everything from the sums and the ring anew."""
+        self._expert = Expert()
+        self._settle()
+
+    def _settle(self) -> None:
         self._points_since_solve = 0
         ring = self._ring
         if self._pending:
@@ -295,9 +307,16 @@ class ResidualPredictor:
         else:
             batch = guessed.batch()
             dense = batch.dense(COLUMNS)
-            weight = self._unfinished_rows / len(guessed)
-            weights = self._sums.solve((dense, batch.targets), weight)
-            residuals = batch.targets - dense @ weights
+            targets, counted = imputed(
+                batch,
+                dense @ np.array(self._weights),
+                np.frombuffer(ring.residuals)[ring.newest(_FIT_ROWS)],
+                weight=self._unfinished_rows / len(guessed),
+                unsure=share_unfinished(self._unfinished_rows, self._sums.count),
+            )
+            dense, targets = dense[counted], targets[counted]
+            weights = self._sums.solve((dense, targets), self._unfinished_rows / len(targets))
+            residuals = targets - dense @ weights
             unfinished = Unfinished(self._unfinished_rows, float(residuals.mean()))
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()
@@ -315,7 +334,9 @@ class ResidualPredictor:
         errors = errors[-_SPREAD_ROWS:]
         starts = ring.cells[ring.newest(len(errors)), 0][-len(errors) :] == START_COLUMN
         trajectories = self._counts[START_COLUMN]
-        self._spread = Spread(errors[~starts], trajectories)
+        if ring.total >= self._expert.outgrown:
+            self._expert = expert(ring, residuals, self._sums)
+        self._spread = Spread(errors[~starts], trajectories, self._expert.wider)
         self._start_spread = Spread(errors[starts], trajectories)
 
     def _guess(self) -> Rows | None:

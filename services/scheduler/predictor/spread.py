@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 LEVELS = 32
 """Equally likely values that stand for a distribution."""
 _LEVELS = np.array([*((np.arange(LEVELS) + 0.5) / LEVELS), 0.5, 0.9])
-_ASSUMED = (-1.6, -1.0, -0.7, -0.45, -0.25, -0.05, 0.1, 0.25, 0.45, 0.65, 1.0, 1.5)
+ASSUMED = (-1.6, -1.0, -0.7, -0.45, -0.25, -0.05, 0.1, 0.25, 0.45, 0.65, 1.0, 1.5)
 """Errors before any are known."""
 _DOUBT = 30.0
 """Trajectories after which errors are thought to be 1.22 times what is left of them."""
@@ -25,20 +25,19 @@ class Spread:
 
     __slots__ = ("factors", "log_mean", "mean", "p50", "p90")
 
-    def __init__(self, errors: Array, trajectories: float) -> None:
+    def __init__(self, errors: Array, trajectories: float, wider: float = 1.0) -> None:
         """From errors that are left on rows that were learned from.
 
-        Those of rows still to come are larger, the more so the fewer trajectories there were:
-        rows of one trajectory err together.
+        Those of rows that were not are `wider`, and those of rows still to come are more so, the
+        fewer trajectories there were: they need not be like those.
         """
-        known = np.concatenate([errors, _ASSUMED])
+        middle = errors.mean() if len(errors) else 0.0
+        wider *= sqrt(1.0 + _DOUBT / (trajectories + _DOUBT))
+        known = np.concatenate([middle + (errors - middle) * wider, ASSUMED])
         self.log_mean = float(known.mean())
         known.sort()
         quantiles = np.interp(_LEVELS, np.linspace(0.0, 1.0, len(known)), known)
-        middle = quantiles[LEVELS]
-        wider = sqrt(1.0 + _DOUBT / (trajectories + _DOUBT))
-        quantiles = np.clip(middle + (quantiles - middle) * wider, -_LOG_MAX, _LOG_MAX)
-        factors = np.exp(quantiles)
+        factors = np.exp(np.clip(quantiles, -_LOG_MAX, _LOG_MAX))
         self.factors: list[float] = factors[:LEVELS].tolist()
         self.mean = float(factors[:LEVELS].mean())
         self.p50, self.p90 = factors[LEVELS:].tolist()
