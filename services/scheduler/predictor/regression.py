@@ -1,5 +1,6 @@
 """Ridge regression from decayed sums: what rows say on average."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from services.scheduler.predictor.features import (
     TOOL_COLUMNS,
     TURN_COLUMNS,
     TURN_TOKENS_GUESSED,
+    Point,
     turns_guessed,
 )
 from services.scheduler.predictor.rows import Batch
@@ -93,3 +95,18 @@ class Sums:
             products = products + weight * (dense.T @ dense)
             moments = moments + weight * (dense.T @ targets)
         return np.linalg.solve(products + np.diag(PENALTIES), moments)
+
+
+def regressed(weights: Sequence[float], point: Point) -> float:
+    """Expected log(1 + remaining) at a point. Written out: it is called at every tool return."""
+    w = weights
+    numbers, cells, base, _, _ = point
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = numbers
+    c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = cells
+    return (
+        base
+        + (a * w[0] + b * w[1] + c * w[2] + d * w[3] + e * w[4] + f * w[5] + g * w[6])
+        + (h * w[7] + i * w[8] + j * w[9] + k * w[10] + m * w[11] + n * w[12] + o * w[13])
+        + (p * w[14] + q * w[15] + w[c0] + w[c1] + w[c2] + w[c3] + w[c4] + w[c5] + w[c6])
+        + (w[c7] + w[c8] + w[c9])
+    )

@@ -26,7 +26,7 @@ from services.scheduler.predictor.features import (
 )
 from services.scheduler.predictor.live import Live
 from services.scheduler.predictor.pace import solve_after
-from services.scheduler.predictor.regression import Sums
+from services.scheduler.predictor.regression import Sums, regressed
 from services.scheduler.predictor.rows import Batch, Ended, Kept, Ring, Rows, packed, united
 from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
 from services.scheduler.predictor.spread import Spread
@@ -244,26 +244,13 @@ class ResidualPredictor:
             (siblings.log_sum - log_sampled) / unfinished - log_sampled if unfinished > 0 else 0.0
         )
         live.seen += (self.clock, unfinished, ahead)
-        live.locations.append(self._regress(point))
+        live.locations.append(regressed(self._weights, point))
         live.version = self._version
         self._points_since_solve += 1
 
-    def _regress(self, point: Point) -> float:
-        w = self._weights
-        numbers, cells, base, _, _ = point
-        a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = numbers
-        c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = cells
-        return (
-            base
-            + (a * w[0] + b * w[1] + c * w[2] + d * w[3] + e * w[4] + f * w[5] + g * w[6])
-            + (h * w[7] + i * w[8] + j * w[9] + k * w[10] + m * w[11] + n * w[12] + o * w[13])
-            + (p * w[14] + q * w[15] + w[c0] + w[c1] + w[c2] + w[c3] + w[c4] + w[c5] + w[c6])
-            + (w[c7] + w[c8] + w[c9])
-        )
-
     def _location(self, live: Live, point: Point) -> float:
         if live.version != self._version:
-            live.locations[-1] = self._regress(point)
+            live.locations[-1] = regressed(self._weights, point)
             live.version = self._version
         location = live.locations[-1]
         siblings = live.siblings
@@ -354,7 +341,7 @@ class ResidualPredictor:
         for place in range(self._version % min(stride, len(unfinished)), len(unfinished), stride):
             live = unfinished[place]
             last = live.point
-            location = location_of(last, self._regress(last), turns_left, unsure)
+            location = location_of(last, regressed(self._weights, last), turns_left, unsure)
             total = last.sampled + expm1(min(max(location, 0.0), _LOG_REMAINING_MAX))
             ended = Ended(len(live.locations), total, self.clock, 0)
             guessed.append(live.rows, live.seen, ended)
