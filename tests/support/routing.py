@@ -139,8 +139,16 @@ def learn(
     policy.end(it, finished=True)
 
 
-def timed(policy: Policy, fleet: Fleet, bucket: str, step_s: float, turns: int = 400) -> None:
-    """The bucket's engine takes so long for a step, whatever is in it."""
+def timed(
+    policy: Policy,
+    fleet: Fleet,
+    bucket: str,
+    step_s: float,
+    *,
+    request_s: float = 0.0,
+    turns: int = 400,
+) -> None:
+    """The bucket's engine takes so long for a step, and more with each request in it."""
     policy.place(route("warm-up"), fleet, terms())
     for number in range(turns):
         running = 1 + number % 20
@@ -151,7 +159,7 @@ def timed(policy: Policy, fleet: Fleet, bucket: str, step_s: float, turns: int =
                 prefill_tokens=0,
                 action_tokens=101,
                 queue_s=0.0,
-                decode_s=100 * step_s,
+                decode_s=100 * (step_s + request_s * running),
                 running=running,
                 kv_tokens_used=(number * 7919) % 20_000,
             )

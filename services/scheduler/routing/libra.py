@@ -12,6 +12,7 @@ suffered. No clock, no I/O; equal inputs give equal decisions.
 """
 
 import json
+from math import exp
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -40,10 +41,12 @@ PATIENCE_S = 60.0
 """One that has waited for so long may go to a closed worker, as long as it is not really full."""
 URGENCY = 1.0
 """Extra weight of the own time of a trajectory whose life, so far and still to come, is as long as
-the mean; it grows with the square of that length: whole groups are trained, and whoever is oldest
+the mean; it grows with the cube of that length: whole groups are trained, and whoever is oldest
 or longest is whom the trainer will wait for. Without it up to 8 % less is sampled…"""
-URGENCY_LONGEST = 4.0
+URGENCY_LONGEST = 16.0
 """…up to so many times the mean."""
+SHARE_FROM = 1e-3
+"""Below, one is gone so soon that it meets the batch as it is."""
 STEP_GUESS_S = 0.03
 """Seconds per token before any turn, to compare time that has passed with tokens to come."""
 MEAN_WEIGHT = 0.02
@@ -203,7 +206,8 @@ class Libra:
     # ── costs ────────────────────────────────────────────────────────────────────────────────
 
     def _need(self, route: Route, residual: Residual, now: float) -> Need:
-        tokens = max(1.0, residual.mean)
+        most = self._params.context_tokens_max
+        tokens = max(1.0, min(residual.mean, most - route.context_tokens))
         whole = tokens + (now - route.waiting_since) / self._step_s
         if self._life_mean:
             self._life_mean += MEAN_WEIGHT * (whole - self._life_mean)
@@ -212,12 +216,11 @@ class Libra:
         sampled, observed = route.action_tokens, route.observation_tokens
         context = route.prompt_tokens + sampled + observed or round(self._prompt_mean)
         growth = 1 + (observed + self._observed_mean * HABIT_TOKENS) / (sampled + HABIT_TOKENS)
-        most = self._params.context_tokens_max
         end = min(context + tokens * growth, most)
         end_high = min(context + residual.p90 * growth, most)
         longer = min(whole / self._life_mean, URGENCY_LONGEST)
         return Need(
-            tokens, context, (context + end) / 2, int(end), end_high, 1 + URGENCY * longer * longer
+            tokens, context, (context + end) / 2, int(end), end_high, 1 + URGENCY * longer**3
         )
 
     def _weigh_move(self, need: Need, here: Standing, there: Standing, enough_s: float) -> Option:
@@ -256,7 +259,14 @@ class Libra:
                 spoken += GROWTH_SHARE * (end_high - end)
         else:
             running -= standing.bucket.duty
-        cost_s = urgency * step_s + running * own
+        worker, growth = standing.worker, end - context
+        others = len(worker.routes) - (not joins)
+        others_growth = worker.kv_expected - worker.context_tokens - (0 if joins else growth)
+        share = _share(growth * others, others_growth)
+        alone_s = standing.bucket.time.fixed_s * standing.slower + own
+        if step_s > alone_s:
+            step_s = alone_s + (step_s - alone_s) * share
+        cost_s = urgency * step_s + running * share * own
         if spoken > brim:
             pressed = (spoken - brim) / standing.kv_tokens
             cost_s *= 1 + PRESSED_BY * pressed * pressed
@@ -284,3 +294,18 @@ class Libra:
         means = learned["means"]
         self._life_mean, self._step_s, self._prompt_mean, self._observed_mean = means
         self._predictor.load(rest)
+
+
+def _share(growth: float, others_growth: float) -> float:
+    """Of the present batch, what one meets there on average until its own end.
+
+    The others leave one by one; with lives that end at random, a share of (1 - exp(-x)) / x of
+    them is there on average, x being its own growth over the mean of theirs. So the longest are
+    judged by a batch that will soon be small.
+
+    Args:
+        growth: its own, times the number of the others.
+        others_growth: theirs in all.
+    """
+    x = growth / max(1.0, others_growth)
+    return (1 - exp(-x)) / x if x > SHARE_FROM else 1.0

@@ -158,6 +158,27 @@ def test_long_ones_avoid_the_worker_that_they_would_fill() -> None:
     assert placed(policy, fleet, "t").worker == "roomy-0"
 
 
+def test_the_longest_is_judged_by_the_batch_that_will_be_left() -> None:
+    predictor = ToldPredictor({"longest": 20_000}, default=200)
+    policy, fleet = libra(predictor), fleet_of()
+    timed(policy, fleet, "short", 0.03)
+    timed(policy, fleet, "long", 0.008, request_s=0.002)
+    for number in range(20):
+        it = on(fleet, policy, "long-0", f"t{number}")
+        it.kv_expected = 400
+        fleet.recount(it)
+    assert placed(policy, fleet, "brief").worker == "short-0"
+    assert placed(policy, fleet, "longest").worker == "long-0"
+
+
+def test_nobody_is_expected_to_sample_more_than_the_context_has_room_for() -> None:
+    predictor = ToldPredictor(default=10_000_000)
+    policy, fleet = two_speeds(predictor, short_s=0.02, long_s=0.01)
+    it = on(fleet, policy, "short-0", prompt=RoutingParams().context_tokens_max - 150)
+    decision = decide(policy, fleet, it)
+    assert decision.reason == "best", "a few tokens pay for no move"
+
+
 def test_what_was_learned_survives_dump_and_load() -> None:
     policy, _ = two_speeds(ToldPredictor({"t": 4500}), short_s=0.01, long_s=0.05)
     policy.move_measured(MoveMeasure("short", "long", "kv", 5000, 0.3))
