@@ -103,6 +103,11 @@ class RolloutConfig(Section):
     us, not as a wrong answer."""
     start_timeout_s: Seconds = 300.0
     """An engine that is not ready by then ends the run with its last log line."""
+    on_weight_update: Literal["keep", "abort", "wait"] = "keep"
+    """What becomes of turns that are being sampled when new weights arrive. `keep`: they go on, and
+    each token carries its version. `abort`: they are sampled anew from their first token. `wait`:
+    they are finished first, and no other turn begins meanwhile. With the last two no turn mixes
+    versions."""
 
 
 class BucketConfig(Section):
@@ -125,6 +130,9 @@ class BucketConfig(Section):
     """The bucket is meant for trajectories that end with at most so long a context; 0 means no
     bound. `libra` weighs costs and needs no bound; the other bucket policies route by it. Buckets
     are listed by rising bound, and one must reach `model.context_tokens`."""
+    hybrid: bool = False
+    """Its workers can change sides: each shares its devices with a trainer replica, and exactly one
+    of the two is awake."""
     cpus: list[Annotated[list[CountOrZero], Field(min_length=1)]] = []
     """Without GPUs: the cores of each worker; empty lets the launcher spread them."""
 
@@ -213,6 +221,9 @@ class TrainingConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass. Weights, gradient sums and optimizer stay float32. On a
     CPU with bfloat16 instructions it halves the time of a model of 100 million parameters."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which replicas return gradient sums. bfloat16 halves the traffic; what rounding takes away
+    is added to the replica's next sum."""
     ranks: Count = 1
     """Data-parallel ranks (FSDP2)."""
     threads: Count = 1
@@ -248,7 +259,28 @@ class CoordinatorConfig(Section):
     lease_s: Seconds = 3.0
     """A member that is silent for so long is gone."""
     apply_timeout_s: Seconds = 60.0
-    """A worker that has not applied a version by then is dropped from the run."""
+    """A worker that has not fetched or applied a version by then is dropped from the run."""
+    decode_share_min: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of the rollout workers that go on decoding while others swap weights; with few workers
+    still one swaps at a time."""
+    stream_bytes_per_s_max: CountOrZero = 0
+    """Upper bound of what one receiver on another host takes in, in bytes per second; 0: none."""
+
+
+class ElasticConfig(Section):
+    """Who changes sides, and when."""
+
+    planner: bool = True
+    """Let the scheduler choose how many hybrid slots train; else only `libra scale` does."""
+    train_slots: CountOrZero = 0
+    """Hybrid slots that train at the start."""
+    drain_timeout_s: Seconds = 10.0
+    """What a tenant has not finished or handed back so long after it was told to yield is given
+    up, and done again elsewhere."""
+    hold_steps: Count = 4
+    """Steps between two changes of the split by the planner."""
+    gain_min: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """A change must shorten the step by this share."""
 
 
 class Config(Section):
@@ -274,3 +306,5 @@ class Config(Section):
     """The tool servers."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """Membership and versions."""
+    elastic: ElasticConfig = ElasticConfig()
+    """Who changes sides, and when."""

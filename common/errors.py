@@ -13,7 +13,8 @@ LibraError
 │   └── GradeError
 ├── WeightError
 │   ├── ShardCorrupt              the bytes do not match the manifest
-│   └── VersionGone               the segment was released before it was read
+│   ├── VersionGone               the segment was released before it was read
+│   └── StreamBroken              no source gave the bytes in time
 ├── LedgerError                   the ledger file is not usable as it is
 └── RunFailed                     the run cannot go on; says why and what to do
 """
@@ -132,6 +133,14 @@ class VersionGone(WeightError):
     def __init__(self, version: int) -> None:
         super().__init__(f"version {version} is no longer available")
         self.version = version
+
+
+class StreamBroken(WeightError):
+    """No source gave a chunk in time."""
+
+    def __init__(self, source: str, digest: str, chunk: int, reason: str) -> None:
+        super().__init__(f"chunk {chunk} of {digest[:16]} from {source}: {reason}")
+        self.source, self.digest, self.chunk, self.reason = source, digest, chunk, reason
 
 
 class LedgerError(LibraError):

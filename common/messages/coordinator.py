@@ -1,6 +1,7 @@
-"""What the coordinator receives: membership, heartbeats, weight versions."""
+"""What the coordinator receives: membership, heartbeats, weight versions, the split of slots."""
 
 from common.messages.base import Message, Request
+from common.messages.blob import Blob
 
 
 class Member(Message):
@@ -14,7 +15,8 @@ class Member(Message):
     """Where its listening socket is bound."""
     labels: dict[str, str] = {}
     """What others choose it by: a rollout worker's `bucket`, a tool server's `environments`
-    (comma-separated)."""
+    (comma-separated); of a tenant of a hybrid slot, the `slot`; of whoever reads weights, `memory`
+    (which memory file system it sees) and `stream` (where it passes chunks on)."""
 
 
 class MemberUpdate(Message):
@@ -48,6 +50,10 @@ class Register(Request[Registered]):
     pid: int
     version: int
     """Version that the sender already has applied, or -1."""
+    fence: int = -1
+    """Of a slot's tenant: the newest order that it has followed, or -1."""
+    awake: bool = True
+    """Of a slot's tenant: whether it holds the slot's devices. A tenant starts asleep."""
 
 
 class HeartbeatAck(Message):
@@ -75,6 +81,9 @@ class Heartbeat(Request[HeartbeatAck]):
     uptime_s: float
     version: int
     """Version that the sender has applied, or -1."""
+    fence: int = -1
+    awake: bool = True
+    """Both as in `Register`: what a lost order or reply leaves unknown, the next beat tells."""
 
 
 class Left(Message):
@@ -113,6 +122,20 @@ class Manifest(Message):
     digest: str
     """blake3 over the tensor table and the chunk hashes, in hex. Names the content."""
     tensors: list[TensorSpec]
+    canary: list[float] = []
+    """Log-probabilities that the trainer computed for `common.canary.canary_tokens`; empty where
+    it could not."""
+
+    @property
+    def blob(self) -> Blob:
+        """The file, without what is in it."""
+        return Blob(
+            path=self.segment,
+            length=self.length,
+            chunk_bytes=self.chunk_bytes,
+            chunks=self.chunks,
+            digest=self.digest,
+        )
 
 
 class VersionAccepted(Message):
@@ -132,6 +155,8 @@ class PublishVersion(Request[VersionAccepted]):
     version: int
     segment: str
     """Path of a safetensors file, complete, that stays unchanged until it is released."""
+    canary: list[float] = []
+    """As in `Manifest`."""
 
 
 class SegmentsInUse(Message):
@@ -159,13 +184,57 @@ class MemberStatus(Message):
     """Seconds since it was told to apply a version that it has not yet acknowledged, or 0."""
 
 
+class SlotStatus(Message):
+    """Where one hybrid slot stands."""
+
+    slot: str
+    side: str
+    """`rollout` or `train`: whose it is, or is becoming."""
+    phase: str
+    """`idle` (nobody holds it), `draining`, `loading` or `active`."""
+    phase_s: float
+    """Seconds in this phase."""
+    fence: int
+    switches: int
+    """Completed changes of side."""
+    drain_s: float
+    release_s: float
+    load_s: float
+    """Of the last completed change, by phase."""
+
+
 class Fleet(Message):
     """All members and the newest version."""
 
     members: list[MemberStatus]
     version: int
     versions_published: int
+    slots: list[SlotStatus] = []
 
 
 class GetFleet(Request[Fleet]):
     """Who is there, with which version, how busy. For status and metrics."""
+
+
+class SplitSet(Message):
+    """The coordinator works towards it from now on."""
+
+    train: int
+    rollout: int
+
+
+class SetSplit(Request[SplitSet]):
+    """How many hybrid slots train, and how many roll out.
+
+    Sent by the scheduler's planner and by `libra scale`. Level-triggered: the newest order counts; the coordinator moves one slot after the other until
+    it holds. Refused with `INVALID` when there are not so many hybrid slots, and a planner's with
+    `STALE_FENCE` while an operator's order holds.
+    """
+
+    train: int
+    rollout: int
+    """Together: all hybrid slots."""
+    by: str
+    """`planner` or `operator`."""
+    hold_s: float = 0.0
+    """So long a planner may not change an operator's order."""

@@ -79,19 +79,46 @@ class DropTrajectory(Request[TrajectoryDropped]):
     lease: int
 
 
+class VersionFetched(Message):
+    """The version lies on the receiver's host, complete and checked."""
+
+    version: int
+    streamed_bytes: int
+    """0 when it was there already."""
+    fetch_s: float
+
+
+class FetchVersion(Request[VersionFetched]):
+    """Bring a version to this host without applying it. Sent by the coordinator.
+
+    Idempotent. Refused with `FAILED` when no source gave bytes that match the manifest in time.
+    """
+
+    manifest: Manifest
+    sources: list[str]
+    """Addresses of stream servers, best first; the last one is the coordinator's."""
+
+
 class VersionApplied(Message):
     """The engine decodes with the version from the next token on."""
 
     version: int
     digest: str
+    """Of what the receiver itself found in its memory after the swap."""
     apply_s: float
+    canary: list[float] = []
+    """Log-probabilities of `common.canary.canary_tokens` under the applied weights; empty from
+    a replica."""
 
 
 class ApplyVersion(Request[VersionApplied]):
     """Map the segment, check it, and swap it in between two decode steps.
 
-    Sent by the coordinator. Idempotent; an older version than the applied one is answered
-    with the applied one. Refused with `FAILED` when the bytes do not match the manifest.
+    Sent by the coordinator to rollout workers and replicas. Idempotent; an older version than the
+    applied one is answered with the applied one. Refused with `FAILED` when the bytes do not match
+    the manifest.
     """
 
     manifest: Manifest
+    sources: list[str] = []
+    """As in `FetchVersion`, for whoever has not fetched it."""
