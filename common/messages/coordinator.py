@@ -226,9 +226,10 @@ class SplitSet(Message):
 class SetSplit(Request[SplitSet]):
     """How many hybrid slots train, and how many roll out.
 
-    Sent by the scheduler's planner and by `libra scale`. Level-triggered: the newest order counts; the coordinator moves one slot after the other until
-    it holds. Refused with `INVALID` when there are not so many hybrid slots, and a planner's with
-    `STALE_FENCE` while an operator's order holds.
+    Sent by the scheduler's planner and by `libra scale`. Level-triggered: the newest order counts;
+    the coordinator moves one slot after the other until it holds. Refused with `INVALID` when
+    there are not so many hybrid slots, and a planner's with `STALE_FENCE` while an operator's
+    order holds.
     """
 
     train: int
