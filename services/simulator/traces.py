@@ -141,11 +141,14 @@ def _trajectory(line: bytes) -> TraceTrajectory:
     if not isinstance(rows, list) or not rows:
         raise _BadLine("turns: must be a list of at least one turn; drop the line if it has none")
     turns = [_table(turn, f"turns[{k}]") for k, turn in enumerate(cast("list[object]", rows))]
+    prompt_tokens = _count(turns[0], "prompt_tokens_added", "turns[0].")
+    if prompt_tokens == 0:
+        raise _BadLine("turns[0].prompt_tokens_added: is 0; give the prompt's tokens, at least 1")
     reward = fields.get("reward")
     return TraceTrajectory(
         trajectory_id=name,
         group_id=_text(fields, "group") or name,
-        prompt_tokens=_count(turns[0], "prompt_tokens_added", "turns[0]."),
+        prompt_tokens=prompt_tokens,
         turns=tuple(_turn(turns, k) for k in range(len(turns))),
         reward=None if reward is None else _number(reward, "reward"),
     )

@@ -109,6 +109,7 @@ def test_only_the_last_turn_ends_without_a_tool_call() -> None:
         (row(turn(output_tokens=-1)), "turns[0].output_tokens: -1 is not a count"),
         (row(turn(), turn(output_tokens="9")), "turns[1].output_tokens: '9' is not a number"),
         (row(turn(prompt_tokens_added=None)), "turns[0].prompt_tokens_added: is missing"),
+        (row(turn(prompt_tokens_added=0)), "turns[0].prompt_tokens_added: is 0"),
         (row(turn(tool_latency_s=-0.5)), "turns[0].tool_latency_s: is negative"),
         (row(turn(tool=["x"])), "turns[0].tool: must be a string"),
         (row(reward="good"), "reward: 'good' is not a number"),
