@@ -115,6 +115,9 @@ def read_traces(path: Path) -> list[TraceTrajectory]:
         except _BadLine as error:
             problems.append(f"{path}:{number}: {error}")
             continue
+        except RecursionError:  # By the parser, or while a nested value is shown.
+            problems.append(f"{path}:{number}: is nested too deeply; see the schema of traces")
+            continue
         seen[trajectory.trajectory_id] += 1
         if (times := seen[trajectory.trajectory_id]) > 1:
             trajectory = replace(trajectory, trajectory_id=f"{trajectory.trajectory_id}#{times}")
@@ -200,6 +203,12 @@ def _count(fields: dict[str, object], key: str, where: str) -> int:
 
 
 def _number(value: object, key: str) -> float:
-    if not isinstance(value, int | float) or not isfinite(value):
+    if not isinstance(value, int | float):
         raise _BadLine(f"{key}: {value!r} is not a number; give one, unquoted")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _BadLine(f"{key}: is too large for a number; give the one that was meant") from None
+    if not isfinite(number):
+        raise _BadLine(f"{key}: {value!r} is not a number; give one, unquoted")
+    return number

@@ -113,6 +113,9 @@ def test_only_the_last_turn_ends_without_a_tool_call() -> None:
         (row(turn(tool_latency_s=-0.5)), "turns[0].tool_latency_s: is negative"),
         (row(turn(tool=["x"])), "turns[0].tool: must be a string"),
         (row(reward="good"), "reward: 'good' is not a number"),
+        (row(turn(output_tokens=10**400)), "turns[0].output_tokens: is too large"),
+        pytest.param("[" * 100_000, "is nested too deeply", id="nested"),
+        pytest.param(f'{{"trajectory_id": {"[" * 900 + "]" * 900}}}', "trajectory_id", id="shown"),
     ],
 )
 def test_a_bad_line_is_named_with_its_key_and_a_remedy(tmp_path: Path, bad: Any, said: str) -> None:
