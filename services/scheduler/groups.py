@@ -65,6 +65,8 @@ class Groups:
         self._retries = deque(snapshot.retries)
         self._admissions = snapshot.admissions
         self._failed_in_row = 0
+        self._admitted_at_failure = 0
+        """Groups that were ever admitted when the last failure was counted."""
         for record in snapshot.alive:
             group = Group.of(record, now)
             for trajectory in group.trajectories:
@@ -206,10 +208,16 @@ class Groups:
             (f"{t.row.failure}: {t.row.detail}" for t in group.trajectories if t.row.failure), ""
         )
         self.drop(group, "failed", outcome, detail=detail)
+        # A lost tool server fails all groups that run at that moment: that is one failure. Only a
+        # group admitted after the last counted one shows that the cause is still there.
+        if group.row.admission <= self._admitted_at_failure:
+            return
+        self._admitted_at_failure = self._admissions
         self._failed_in_row += 1
         if self._failed_in_row >= self._rules.failed_groups_max and not self.failure:
             self.failure = (
-                f"{self._failed_in_row} groups in a row failed and none succeeded in between; "
+                f"{self._failed_in_row} groups in a row failed, each admitted after the failure of "
+                "the one before it, and none succeeded in between; "
                 f"the last one, of task {group.row.task_id!r}, with: {detail or 'no message'}; "
                 "mend the cause, then resume the run"
             )

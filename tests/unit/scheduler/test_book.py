@@ -51,6 +51,14 @@ def end_group(desk: Desk, group_id: str, *rewards: float | None) -> None:
         desk.turn(name, trajectory_id, failure() if value is None else reward(value))
 
 
+def fail_one_after_the_other(desk: Desk, times: int) -> None:
+    """Each time the group that was admitted last."""
+    for _ in range(times):
+        assert not desk.book.groups.failure
+        end_group(desk, groups_of(desk)[-1], None, None)
+        desk.work()
+
+
 def groups_of(desk: Desk) -> list[str]:
     return list(desk.book.groups.alive)
 
@@ -388,9 +396,7 @@ def test_failing_groups_with_no_success_between_fail_the_run_with_the_servers_me
     open_desk: Open,
 ) -> None:
     desk = open_desk(failed_groups_max=3)
-    for group in groups_of(desk)[:3]:
-        assert not desk.book.groups.failure
-        end_group(desk, group, None, None)
+    fail_one_after_the_other(desk, 3)
     assert desk.take() == []
     assert desk.offer.exhausted
     assert "3 groups in a row failed" in desk.offer.waiting_for
@@ -400,16 +406,27 @@ def test_failing_groups_with_no_success_between_fail_the_run_with_the_servers_me
     assert groups_of(desk) == before
 
 
+def test_groups_that_fail_at_the_same_moment_are_one_failure(open_desk: Open) -> None:
+    desk = open_desk(failed_groups_max=2)
+    first_wave = groups_of(desk)
+    assert len(first_wave) > 2
+    for group in first_wave:
+        end_group(desk, group, None, None)
+        desk.work()  # The next one is admitted between two of these failures.
+    assert not desk.book.groups.failure
+    end_group(desk, groups_of(desk)[-1], None, None)
+    assert "2 groups in a row failed" in desk.book.groups.failure
+
+
 def test_a_step_under_way_when_the_run_fails_is_recorded_and_the_trainer_told(
     open_desk: Open,
 ) -> None:
     desk = open_desk(failed_groups_max=2)
-    first, second, *others = groups_of(desk)
+    first, second, *_ = groups_of(desk)
     end_group(desk, first, 0.0, 1.0)
     end_group(desk, second, 0.0, 1.0)
     batch = desk.take()
-    for group in others[:2]:
-        end_group(desk, group, None, None)
+    fail_one_after_the_other(desk, 2)
     reply = desk.finish(batch)
     assert reply.stop
     assert "2 groups in a row failed" in reply.reason
@@ -419,10 +436,9 @@ def test_a_step_under_way_when_the_run_fails_is_recorded_and_the_trainer_told(
 
 def test_one_success_between_failures_lets_the_run_go_on(open_desk: Open) -> None:
     desk = open_desk(failed_groups_max=2)
-    first, second, third = groups_of(desk)[:3]
-    end_group(desk, first, None, None)
-    end_group(desk, second, 0.0, 1.0)
-    end_group(desk, third, None, None)
+    fail_one_after_the_other(desk, 1)
+    end_group(desk, groups_of(desk)[0], 0.0, 1.0)
+    fail_one_after_the_other(desk, 1)
     assert not desk.book.groups.failure
 
 
