@@ -121,7 +121,7 @@ def _explain_bound(detail: ErrorDetails) -> str:
     match detail["type"]:
         case "literal_error":
             expected = str(context["expected"]).replace("'", '"')
-            text = f"got {shown}; write {expected}{_closest(value, expected)}"
+            text = f"got {shown}; write {expected}{did_you_mean(value, expected)}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             ((sign, bound),) = context.items()
             text = f"{value!r} is out of range; use {_BOUNDS[sign]} {bound}"
@@ -139,7 +139,8 @@ def _explain_bound(detail: ErrorDetails) -> str:
     return text
 
 
-def _closest(value: object, expected: str) -> str:
+def did_you_mean(value: object, expected: str) -> str:
+    """A hint to the closest of the options, which commas (or `or`) part; empty if none is close."""
     options = [word.strip('"') for word in expected.replace(" or ", ", ").split(", ")]
     close = difflib.get_close_matches(str(value), options, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""

@@ -10,12 +10,14 @@ import pytest
 
 from common.errors import ConfigError
 from services.cli.simulate import (
+    EVENTS_MEASURED_MIN,
     Asked,
     check_spec,
     comparison_checks,
     parse_policies,
     parse_strengths,
     policy_names,
+    rate_checks,
     run_experiment,
     simulate_compare,
     simulate_dial,
@@ -65,6 +67,8 @@ def test_policies_are_parsed_by_name_and_all_means_all() -> None:
     assert parse_policies("--compare", "all") == policy_names()
     with pytest.raises(ConfigError, match="no policy 'best'; take all, or some of libra"):
         parse_policies("--compare", "best")
+    with pytest.raises(ConfigError, match=r"no policy 'orcale' \(did you mean 'oracle'\?\); take"):
+        parse_policies("--policy", "orcale")
     with pytest.raises(ConfigError, match="named twice"):
         parse_policies("--compare", "libra,libra")
 
@@ -75,6 +79,8 @@ def test_strengths_are_shares() -> None:
         parse_strengths("0.02,x")
     with pytest.raises(ConfigError, match="--dial: 2 is no share"):
         parse_strengths("2")
+    with pytest.raises(ConfigError, match="--dial: a strength is named twice"):
+        parse_strengths("0.2,0.6,0.20")
 
 
 def test_a_picture_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -119,12 +125,20 @@ def test_an_unknown_experiment_names_the_known_ones() -> None:
         run_experiment("A99", seeds=1)
 
 
-def test_one_policy_reports_its_figures_and_the_event_rate() -> None:
+def test_one_policy_reports_its_figures_and_event_rates() -> None:
     done = simulate_one(asked())
     parsed = json.loads(done.report.to_json())
     assert parsed["figures"]["least_load"]["tokens/s"]["median"] > 0
     assert len(parsed["figures"]["least_load"]["runs"]) == 2
-    assert [check["name"] for check in parsed["checks"]] == ["events per second on one core"]
+    assert parsed["figures"]["least_load"]["runs"][0]["events_per_s"] > 0
+
+
+def test_the_event_rate_is_judged_only_of_runs_that_are_long_enough_to_show_one() -> None:
+    short = SPEC.play()
+    slow = replace(short, events=EVENTS_MEASURED_MIN, real_s=10.0)
+    assert rate_checks([replace(slow, events=EVENTS_MEASURED_MIN - 1)]) == []
+    (check,) = rate_checks([slow, replace(short, real_s=1e-9)])
+    assert (check.name, check.value, check.ok) == ("events per second on one core", 10_000.0, False)
 
 
 @pytest.mark.slow
