@@ -28,8 +28,8 @@ TRACE = "trace"
 """The workload that replays a file."""
 EVENTS_PER_S_MIN = 50_000.0
 EVENTS_MEASURED_MIN = 100_000
-"""Of a run whose rate is judged: two seconds at the limit, which a default run exceeds. In a shorter
-one the first events, which fill tables and caches, and whatever else the machine does, decide."""
+"""Of a run whose rate is judged: two seconds at the limit, which a default run exceeds. In a
+shorter one the first events, which fill tables, and whatever else the machine does, decide."""
 BEHIND_MAX = 0.03
 """Of throughput, to the best other policy, on any workload."""
 OF_ORACLE_MIN = 0.90
