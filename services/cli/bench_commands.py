@@ -71,7 +71,9 @@ def predictor(
     """How well the tokens still to come are foreseen, on recordings."""
     use_one_thread()
     from services.cli.bench_predictor import bench_predictor
+    from services.cli.simulate_plots import check_plot
 
+    check_plot(plot)
     _finish(bench_predictor(traces=trace, live=live, plot=plot), as_json=as_json)
 
 

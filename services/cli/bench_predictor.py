@@ -13,7 +13,6 @@ and P90 are those that it reports to the policies. Speeds are CPU time per routi
 what playing the recording costs by itself.
 """
 
-import importlib.util
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from math import log1p
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.errors import ConfigError
 from services.cli.bench import BenchReport, Check, at_most
 from services.cli.bench_predictor_baselines import Estimator, baselines
 from services.scheduler.predictor.residual import ResidualPredictor
@@ -34,8 +34,9 @@ LIVE = 64
 CALIBRATION_MAX = 0.05
 QUERY_US_MAX = 6.0
 UPDATE_US_MAX = 8.0
-SPEED_POINTS_MIN = 20_000
-"""A recording is repeated until it has so many: what is measured is the steady state."""
+SPEED_EVENTS_MIN = 20_000
+"""A recording is repeated until it has so many: what is measured is the steady state. All events
+count, not routing points alone, of which a recording may have hardly any."""
 SPEED_ROUNDS = 3
 """The fastest counts: others use the machine, too."""
 HALVES = ("whole", "second_half")
@@ -86,13 +87,15 @@ def steps(
         The route, the event's turn (-1: begins; -2: ended), and the tokens still to come.
     """
     routes: dict[int, Route] = {}
+    totals: dict[int, int] = {}  # A trajectory sums its turns each time that it is asked.
     for place, turn in events:
         trajectory = trajectories[place]
         if turn < 0:
+            totals[place] = trajectory.output_tokens
             group = trajectory.group_id
             route = Route(trajectory.trajectory_id, group, group, trajectory.prompt_tokens)
             routes[place] = route
-            yield route, -1, trajectory.output_tokens
+            yield route, -1, totals[place]
         elif turn == len(trajectory.turns) - 1:
             route = routes.pop(place)
             route.action_tokens += trajectory.turns[turn].output_tokens
@@ -105,7 +108,7 @@ def steps(
                 done.tool, done.status, _SIZES.class_of(tokens), tokens, done.latency_s or 0.0
             )
             route.returned(outcome, action_tokens=done.output_tokens, observation_tokens=tokens)
-            yield route, turn, trajectory.output_tokens - route.action_tokens
+            yield route, turn, totals[place] - route.action_tokens
 
 
 @dataclass
@@ -184,6 +187,11 @@ def judge(expected: Expected) -> dict[str, dict[str, float]]:
     return judged
 
 
+def speed_rounds(events: int) -> int:
+    """How often a recording of so many events is repeated."""
+    return -(-SPEED_EVENTS_MIN // events)
+
+
 def speeds(trajectories: Sequence[TraceTrajectory], live_max: int) -> dict[str, float]:
     """CPU time of a query and of all updates per routing point, in the concurrent protocol.
 
@@ -191,7 +199,7 @@ def speeds(trajectories: Sequence[TraceTrajectory], live_max: int) -> dict[str, 
     """
     events = list(concurrent(trajectories, live_max))
     points = sum(len(trajectory.turns) - 1 for trajectory in trajectories)
-    rounds = -(-SPEED_POINTS_MIN // max(1, points))
+    rounds = speed_rounds(len(events))
     idle, updating, asking = (
         min(
             _seconds(trajectories, events, rounds, ResidualPredictor() if told else None, ask=ask)
@@ -202,9 +210,9 @@ def speeds(trajectories: Sequence[TraceTrajectory], live_max: int) -> dict[str, 
     update, query = 1e6 * (updating - idle) / rounds, 1e6 * (asking - updating) / rounds
     calls = points + 2 * len(trajectories)
     return {
-        "update_us": update / max(1, points),
+        "update_us": update / points,
         "update_call_us": update / calls,
-        "query_us": query / max(1, points),
+        "query_us": query / points,
     }
 
 
@@ -235,17 +243,38 @@ def _seconds(
     return spent
 
 
+def read_all(paths: Sequence[Path]) -> dict[str, list[TraceTrajectory]]:
+    """Recordings by name: that of the file, or its path where two files are named alike.
+
+    Raises:
+        ConfigError: one cannot be read, is given twice, or has nothing to be foreseen.
+    """
+    if len(set(paths)) < len(paths):
+        raise ConfigError("--trace: a recording is given twice; give each once")
+    stems = [path.stem for path in paths]
+    recordings: dict[str, list[TraceTrajectory]] = {}
+    for path in paths:
+        trajectories = read_traces(path)
+        if all(len(trajectory.turns) == 1 for trajectory in trajectories):
+            raise ConfigError(
+                f"{path}: no tool return is followed by another turn, so there is nothing to "
+                "foresee; give a recording of several turns"
+            )
+        recordings[path.stem if stems.count(path.stem) == 1 else str(path)] = trajectories
+    return recordings
+
+
 def bench_predictor(
     *, traces: Sequence[Path], live: int = LIVE, plot: Path | None = None
 ) -> BenchReport:
     """Judge the predictor on recordings, in both protocols.
 
     Raises:
-        ConfigError: a recording cannot be read.
+        ConfigError: a recording cannot be read, is given twice, or has nothing to be foreseen.
     """
     figures: dict[str, dict[str, Any]] = {}
     checks: list[Check] = []
-    for path, trajectories in [(path, read_traces(path)) for path in traces]:
+    for name, trajectories in read_all(traces).items():
         protocols = {
             "sequential": sequential(trajectories),
             "concurrent": concurrent(trajectories, live),
@@ -255,11 +284,11 @@ def bench_predictor(
             expected = play(trajectories, events)
             found["points"] = len(expected.actual)
             found[protocol] = judge(expected)
-            checks.extend(_checks(f"{path.stem}, {protocol}", found[protocol]))
+            checks.extend(_checks(f"{name}, {protocol}", found[protocol]))
         found["speed"] = speed = speeds(trajectories, live)
-        checks.append(at_most(f"query, {path.stem}", speed["query_us"], "us", QUERY_US_MAX))
-        checks.append(at_most(f"update, {path.stem}", speed["update_us"], "us", UPDATE_US_MAX))
-        figures[path.stem] = {"trajectories": len(trajectories)} | found
+        checks.append(at_most(f"query, {name}", speed["query_us"], "us", QUERY_US_MAX))
+        checks.append(at_most(f"update, {name}", speed["update_us"], "us", UPDATE_US_MAX))
+        figures[name] = {"trajectories": len(trajectories)} | found
     if plot is not None:
         draw(figures, plot)
     return BenchReport("predictor", dict(figures), checks)
@@ -279,9 +308,7 @@ def _checks(where: str, judged: dict[str, dict[str, float]]) -> Iterator[Check]:
 
 
 def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
-    """R² of all on the second half, one panel per protocol; nothing without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return
+    """R² of all on the second half, one panel per protocol. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

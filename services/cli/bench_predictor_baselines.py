@@ -92,14 +92,19 @@ class Tree:
 
     def __init__(self) -> None:
         self._tree = PrefixTree()
+        self._states: dict[str, list[str]] = {}
+        """Of each living trajectory: naming all its returns at each of them takes too long."""
 
     def expect(self, route: Route) -> float:
         """From the longest history that was seen before."""
-        found = self._tree.estimate(route.task_id, [state_of(each) for each in route.outcomes])
+        states = self._states.setdefault(route.trajectory_id, [])
+        states += [state_of(each) for each in route.outcomes[len(states) :]]
+        found = self._tree.estimate(route.task_id, states)
         return GUESS if found is None else found.node.residual().mean
 
     def learn(self, route: Route) -> None:
         """All its points that were followed by more."""
+        self._states.pop(route.trajectory_id, None)
         points = [
             (state_of(outcome), log1p(route.action_tokens - sampled))
             for outcome, sampled in zip(route.outcomes, route.action_tokens_at, strict=True)

@@ -1,11 +1,25 @@
 """The benchmark of the residual predictor: its protocols, its measure and its rivals."""
 
+import json
 from math import inf, log1p
+from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from common.trajectory import ToolStatus
-from services.cli.bench_predictor import concurrent, judge, play, r2, sequential, steps
+from services.cli.bench_commands import predictor
+from services.cli.bench_predictor import (
+    SPEED_EVENTS_MIN,
+    concurrent,
+    judge,
+    play,
+    r2,
+    read_all,
+    sequential,
+    speed_rounds,
+    steps,
+)
 from services.cli.bench_predictor_baselines import GUESS, SIGNALS, Table, Tree
 from services.simulator.traces import TraceTrajectory, TraceTurn
 
@@ -36,6 +50,49 @@ def test_a_step_tells_what_is_still_to_come() -> None:
     trajectories = [recorded("a", [5, 7, 8])]
     told = [(turn, left) for _, turn, left in steps(trajectories, sequential(trajectories))]
     assert told == [(-1, 20), (0, 15), (1, 8), (-2, 0)]
+
+
+def write(path: Path, turns: int) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    turn = {"prompt_tokens_added": 9, "output_tokens": 5, "tool": "search", "tool_outcome": "ok"}
+    path.write_text(json.dumps({"trajectory_id": "t0", "turns": [turn] * turns}))
+    return path
+
+
+def test_recordings_are_named_by_their_files_and_by_their_paths_if_those_are_named_alike(
+    tmp_path: Path,
+) -> None:
+    alike = [write(tmp_path / folder / "trace.jsonl", 2) for folder in ("a", "b")]
+    other = write(tmp_path / "other.jsonl", 3)
+    assert list(read_all([*alike, other])) == [*map(str, alike), "other"]
+    with pytest.raises(ConfigError, match="--trace: a recording is given twice"):
+        read_all([other, other])
+
+
+def test_a_recording_of_single_turns_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"single\.jsonl: .* nothing to foresee; give"):
+        read_all([write(tmp_path / "single.jsonl", 1)])
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_a_recording_is_read(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"--plot: .* no folder"):
+        predictor(trace=[tmp_path / "none.jsonl"], plot=tmp_path / "missing" / "a.png")
+
+
+@pytest.mark.parametrize("events", [3, 30, 20_000, 10**6])
+def test_timing_is_bounded_by_events_however_few_of_them_are_routing_points(events: int) -> None:
+    assert SPEED_EVENTS_MIN <= speed_rounds(events) * events < SPEED_EVENTS_MIN + events
+
+
+def test_the_tree_is_asked_for_the_whole_history_of_each_trajectory() -> None:
+    tree, trajectories = Tree(), [recorded(f"t{k}", [5, 6, 7, 8]) for k in range(2)]
+    for route, turn, left in steps(trajectories, sequential(trajectories)):
+        if turn == -2:
+            tree.learn(route)
+        elif turn >= 0 and route.trajectory_id == "t1":
+            assert tree.expect(route) == log1p(left)
 
 
 def test_r2_is_one_when_all_is_foreseen_and_zero_for_the_mean() -> None:
