@@ -54,7 +54,7 @@ from services.tools.host import ToolHost
 from services.tools.registry import load_target
 from services.trainer.batch import batch_sequences
 from services.trainer.model import DTYPES
-from services.trainer.publish import Publisher
+from services.trainer.publish import COPY_TIMEOUT_S, Publisher
 from services.trainer.ranks import Ranks
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class SingleLoop:
     async def _play(self, engine: Engine, publisher: Publisher, steps: int) -> None:
         config, loop = self._config, asyncio.get_running_loop()
         ranks = await self._in_thread(lambda: Ranks(config, Path(config.model.path), resume=False))
-        publisher.prepare(await self._in_thread(ranks.weights))
+        publisher.prepare(ranks.outlet.shapes)
         order = self._order()
         async with asyncio.TaskGroup() as tasks:
             tools, journal = LocalTools(config), LocalJournal()
@@ -243,8 +243,7 @@ class SingleLoop:
     async def _update(self, engine: Engine, publisher: Publisher, ranks: Ranks, step: int) -> None:
         segment = publisher.choose(())
         assert segment is not None
-        weights = await self._in_thread(ranks.weights)
-        publisher.start(segment, weights)
+        await self._in_thread(lambda: ranks.publish(publisher, segment).result(COPY_TIMEOUT_S))
         await self._in_thread(publisher.join)
         manifest = await asyncio.to_thread(build_manifest, version_id(0, step), str(segment.path))
         await engine.apply_weights(manifest)

@@ -79,11 +79,10 @@ class Peers:
         reply = await self._ask_coordinator(GetSegmentsInUse(), REQUEST_TIMEOUT_S)
         return frozenset(reply.segments)
 
-    async def publish(self, version: int, segment: str) -> None:
+    async def publish(self, version: int, segment: str, canary: list[float]) -> None:
         """Have a version announced."""
-        await self._ask_coordinator(
-            PublishVersion(version=version, segment=segment), HASH_TIMEOUT_S
-        )
+        request = PublishVersion(version=version, segment=segment, canary=canary)
+        await self._ask_coordinator(request, HASH_TIMEOUT_S)
 
     async def _ask_scheduler(self, request: Request[R]) -> R:
         began = self._now()

@@ -3,24 +3,30 @@
 A segment is a valid safetensors file on a memory file system. Shapes never change, so its header
 is written once and each version is copied into place, converted on the way; nothing is
 serialised and the training thread does not wait for it, except before the next update of the
-very weights that are being copied.
+very weights that are being copied. Each rank copies the rows that it holds.
 """
 
 # torch and transformers are partially annotated; what they return is annotated here by hand.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import contextlib
 import json
 import mmap
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from services.trainer.outlet import Shard
+
+T = TypeVar("T")
 
 GENERATIONS = 3
 """One that workers apply, one that is announced, one to write."""
@@ -99,23 +105,31 @@ def plan_layout(state: Mapping[str, Tensor], dtype: torch.dtype) -> Layout:
 class Segment:
     """One file of `layout`, mapped for writing."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: Layout, *, create: bool = True) -> None:
+        """Make the file; without `create`, map the one that rank 0 has made."""
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        descriptor = os.open(path, flags, 0o600)
         try:
-            # Taken now: a full memory file system is an error here and a SIGBUS later.
-            os.posix_fallocate(descriptor, 0, layout.length)
+            if create:
+                # Taken now: a full memory file system is an error here and a SIGBUS later.
+                os.posix_fallocate(descriptor, 0, layout.length)
             memory = mmap.mmap(descriptor, layout.length)
         finally:
             os.close(descriptor)
-        memory[: len(layout.header)] = layout.header
-        self._views = {slot.name: _view(memory, slot) for slot in layout.slots}
+        if create:
+            memory[: len(layout.header)] = layout.header
+        self.views: dict[str, Tensor] = {slot.name: _view(memory, slot) for slot in layout.slots}
+        """The tensors, whole, in the file."""
 
     @torch.no_grad()
-    def write(self, state: Mapping[str, Tensor]) -> None:
-        """Copy every tensor into place."""
-        for name, view in self._views.items():
-            view.copy_(state[name])
+    def write(self, shards: Mapping[str, Shard]) -> None:
+        """Copy every shard into place."""
+        for name, shard in shards.items():
+            view = self.views[name]
+            if view.shape != shard.rows.shape:
+                view = view[shard.first : shard.first + shard.rows.shape[0]]
+            view.copy_(shard.rows)
 
     def unlink(self) -> None:
         """Remove the name; who has the file mapped keeps it."""
@@ -130,29 +144,73 @@ def _view(memory: mmap.mmap, slot: Slot) -> Tensor:
     return flat.view(slot.shape)
 
 
-class Publisher:
-    """The generations of a run, of which one at most is being written.
+class Copier:
+    """The copies of one rank, one at a time.
 
     `start` and `join` are called by the training thread, the copy runs on `executor`.
     """
 
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._copying: Future[None] | None = None
+        self.copy_s = 0.0
+        """Wall seconds of the last finished copy."""
+        self.join_s = 0.0
+        """Seconds that the training thread waited in the last `join` that had to."""
+
+    def start(self, segment: Segment, shards: Mapping[str, Shard]) -> Future[None]:
+        """Begin to copy; the tensors must not change before `join` returns."""
+        assert self._copying is None, "the copy before this one was not joined"
+        beside = _beside(shards)
+        self._copying = self._executor.submit(self._copy, segment, shards, beside)
+        return self._copying
+
+    def join(self) -> None:
+        """Wait until the weights may change."""
+        if self._copying is None:
+            return
+        began = time.perf_counter()
+        self._copying.result(COPY_TIMEOUT_S)
+        self._copying = None
+        self.join_s = time.perf_counter() - began
+
+    def _copy(
+        self,
+        segment: Segment,
+        shards: Mapping[str, Shard],
+        beside: contextlib.AbstractContextManager[object],
+    ) -> None:
+        began = time.perf_counter()
+        with beside:
+            segment.write(shards)
+        self.copy_s = time.perf_counter() - began
+
+
+def _beside(shards: Mapping[str, Shard]) -> contextlib.AbstractContextManager[object]:
+    """On a GPU, a stream of its own that begins after what the training thread has queued."""
+    device = next((shard.rows.device for shard in shards.values()), None)
+    if device is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+class Publisher(Copier):
+    """The generations of a run, of which one at most is being written. On rank 0."""
+
     def __init__(
         self, directory: Path, run_id: str, dtype: torch.dtype, executor: Executor
     ) -> None:
+        super().__init__(executor)
         self._stem = directory / f"libra-{run_id}-w"
         self._dtype = dtype
-        self._executor = executor
         self._segments: list[Segment] = []
-        self._copying: Future[None] | None = None
         self.current: Segment | None = None
         """The newest complete or being written; never chosen next."""
-        self.copy_s = 0.0
-        """Wall seconds of the last finished copy."""
-        self.loop_s = 0.0
-        """Seconds that the training thread spent here for the last version."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> None:
-        """Make the segments for tensors like these.
+        """Make the segments for tensors like these; they need no memory of their own.
 
         Raises:
             OSError: the memory file system is full, or the names are taken.
@@ -173,23 +231,14 @@ class Publisher:
         ]
         return fitting[0] if fitting else None
 
-    def start(self, segment: Segment, state: Mapping[str, Tensor]) -> Future[None]:
-        """Begin to copy; the tensors must not change before `join` returns."""
-        assert self._copying is None, "the copy before this one was not joined"
-        began = time.perf_counter()
+    def start(self, segment: Segment, shards: Mapping[str, Shard]) -> Future[None]:
+        """As `Copier.start`; the segment is the newest from now on."""
         self.current = segment
-        self._copying = self._executor.submit(self._copy, segment, state)
-        self.loop_s = time.perf_counter() - began
-        return self._copying
+        return super().start(segment, shards)
 
-    def join(self) -> None:
-        """Wait until the weights may change."""
-        if self._copying is None:
-            return
-        began = time.perf_counter()
-        self._copying.result(COPY_TIMEOUT_S)
-        self._copying = None
-        self.loop_s += time.perf_counter() - began
+    def then(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in the copy thread after the copy; `join` does not wait for it."""
+        return self._executor.submit(work)
 
     def close(self) -> None:
         """Finish the copy and remove the segments."""
@@ -198,8 +247,3 @@ class Publisher:
         finally:
             for segment in self._segments:
                 segment.unlink()
-
-    def _copy(self, segment: Segment, state: Mapping[str, Tensor]) -> None:
-        began = time.perf_counter()
-        segment.write(state)
-        self.copy_s = time.perf_counter() - began

@@ -12,12 +12,15 @@ a time-out. With one rank there is no child, no collective and no sharding.
 import contextlib
 import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -35,14 +38,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common.config import Config
 from common.errors import RunFailed
 from services.trainer.batch import TrainingSequence
+from services.trainer.canary import make_canary
 from services.trainer.checkpoint import OPTIMIZER
-from services.trainer.model import Policy, load_policy, weights_to_publish
+from services.trainer.model import DTYPES, Policy, load_policy, weights_to_publish
+from services.trainer.outlet import Outlet, whole
+from services.trainer.publish import COPY_TIMEOUT_S, Copier, Publisher, Segment, plan_layout
 from services.trainer.step import Learner, StepResult, nothing
 
 COLLECTIVE_TIMEOUT_S = 300.0
 """Longer than the difference between the fastest and the slowest rank of a step."""
 EXIT_TIMEOUT_S = 10.0
 PR_SET_PDEATHSIG = 1
+COPIED, FAILED = b"\x01", b"\x00"
+"""What a child tells of a copy; the end of its pipe tells that it is gone."""
 T = TypeVar("T")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW remembers of a parameter."""
@@ -55,14 +63,19 @@ class Ranks:
         """Load the model, and with `resume` the optimizer's state beside it, on every rank."""
         self.config = config
         self._children: list[subprocess.Popen[bytes]] = []
+        self._copied: list[int] = []
+        """Of each child, where it writes a byte for each copy that has ended."""
         self._rendezvous: Path | None = None
         world = config.training.ranks
         if world > 1:
             self._rendezvous = Path(tempfile.mkdtemp(prefix="libra-ranks-"))
             self._spawn(world, model_path, resume=resume)
+        policy = build_policy(config, model_path, rank=0)
+        self._canary = make_canary(policy.model)
         self.learner = build_learner(
-            config, model_path, resume=resume, rank=0, rendezvous=self._rendezvous
+            policy, config, model_path, resume=resume, rank=0, rendezvous=self._rendezvous
         )
+        self.outlet = Outlet.of(self.model)
 
     @property
     def model(self) -> Any:
@@ -93,6 +106,51 @@ class Ranks:
         self._order({"order": "weights"})
         return self._guarded(lambda: weights_to_publish(self.model, full_state(self.learner)))
 
+    def publish(self, publisher: Publisher, segment: Segment) -> "Future[list[float]]":
+        """Start to copy the weights, on every rank.
+
+        The future is done when the segment is complete. It gives the version's canary, empty
+        where that could not be computed, and raises `RunFailed` when a rank could not copy.
+        """
+        if self.outlet.names is None:
+            return self._publish_gathered(publisher, segment)
+        self._order({"order": "publish", "segment": str(segment.path)})
+        shards = self.outlet.shards(self.model, 0, self.config.training.ranks)
+        copied = publisher.start(segment, shards)
+
+        def complete() -> list[float]:
+            copied.result(COPY_TIMEOUT_S)
+            self._await_copies()
+            if self._canary is None:
+                return []
+            return self._canary.logprobs(self.outlet.by_own_names(segment.views))
+
+        return publisher.then(complete)
+
+    def _publish_gathered(self, publisher: Publisher, segment: Segment) -> "Future[list[float]]":
+        """For architectures whose published tensors are made of several ranks' rows."""
+        copied = publisher.start(segment, whole(self.weights()))
+
+        def complete() -> list[float]:
+            copied.result(COPY_TIMEOUT_S)
+            return []
+
+        return publisher.then(complete)
+
+    def _await_copies(self) -> None:
+        """Wait for the children's copies, in the copy thread."""
+        deadline = time.monotonic() + COPY_TIMEOUT_S
+        for rank, pipe in enumerate(self._copied, start=1):
+            remaining_s = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([pipe], [], [], remaining_s)
+            if not ready:
+                raise RunFailed(f"trainer rank {rank} did not copy its weights in time")
+            word = os.read(pipe, 1)
+            if word == FAILED:
+                raise RunFailed(f"trainer rank {rank} could not copy its weights")
+            if word != COPIED:
+                raise RunFailed(self._obituary())
+
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's full state by parameter name."""
         self._order({"order": "optimizer"})
@@ -114,13 +172,19 @@ class Ranks:
             if dist.is_initialized():
                 dist.destroy_process_group()
             shutil.rmtree(self._rendezvous, ignore_errors=True)
+        while self._copied:
+            os.close(self._copied.pop())
 
     def _spawn(self, world: int, model_path: Path, *, resume: bool) -> None:
         command = [sys.executable, "-m", "services.trainer.ranks", str(os.getpid())]
-        self._children = [
-            subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603  (our own module)
-            for _ in range(1, world)
-        ]
+        for _ in range(1, world):
+            reading, writing = os.pipe()
+            self._copied.append(reading)
+            child = subprocess.Popen(  # noqa: S603  (our own module)
+                [*command, str(writing)], stdin=subprocess.PIPE, pass_fds=(writing,)
+            )
+            os.close(writing)
+            self._children.append(child)
         for rank, child in enumerate(self._children, start=1):
             setup = {
                 "config": self.config.model_dump_json(),
@@ -154,15 +218,25 @@ class Ranks:
         return f"trainer rank {dead or '?'} ended; its last words are in the trainer's log"
 
 
-def build_learner(
-    config: Config, model_path: Path, *, resume: bool, rank: int, rendezvous: Path | None
-) -> Learner:
-    """Load the model of one rank; with a rendezvous directory, shard it over all ranks."""
+def build_policy(config: Config, model_path: Path, *, rank: int) -> Policy:
+    """Load the model onto the device of one rank."""
     torch.set_num_threads(config.training.threads)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    policy = load_policy(model_path).to(device)
+    return load_policy(model_path).to(device)
+
+
+def build_learner(
+    policy: Policy,
+    config: Config,
+    model_path: Path,
+    *,
+    resume: bool,
+    rank: int,
+    rendezvous: Path | None,
+) -> Learner:
+    """Make the learner of one rank; with a rendezvous directory, shard the model over all ranks."""
     if rendezvous is not None:
-        _shard(policy, device, rank, config.training.ranks, rendezvous)
+        _shard(policy, policy.model.device, rank, config.training.ranks, rendezvous)
     learner = Learner(policy, config, rank=rank, ranks=config.training.ranks)
     if resume:
         restore_optimizer(learner, load_file(model_path / OPTIMIZER))
@@ -266,7 +340,48 @@ def _read(pipe: IO[bytes]) -> dict[str, Any] | None:
     return msgpack.unpackb(payload) if length and len(payload) == length else None
 
 
-def main(parent: int) -> int:
+class Child:
+    """What a rank other than 0 does with its orders."""
+
+    def __init__(self, learner: Learner, config: Config, copier: Copier, copied: int) -> None:
+        self._learner = learner
+        self._copier = copier
+        self._copied = copied
+        """Where a byte is written when a copy has ended."""
+        self._outlet = Outlet.of(learner.policy.model)
+        self._layout = plan_layout(self._outlet.shapes, DTYPES[config.model.dtype])
+        self._segments: dict[str, Segment] = {}
+        """Rank 0 made these few files and uses them in turn."""
+
+    def follow(self, order: Mapping[str, Any]) -> None:
+        """Do one order."""
+        learner = self._learner
+        match order["order"]:
+            case "train":
+                sequences = [_unpacked(s) for s in order["sequences"]]
+                learner.train(sequences, order["step"], before_update=self._copier.join)
+            case "publish":
+                self._publish(order["segment"])
+            case "weights":
+                full_state(learner)
+            case "optimizer":
+                optimizer_state(learner)
+            case unknown:
+                raise AssertionError(unknown)
+
+    def _publish(self, path: str) -> None:
+        if path not in self._segments:
+            self._segments[path] = Segment(Path(path), self._layout, create=False)
+        learner = self._learner
+        shards = self._outlet.shards(learner.policy.model, learner.rank, learner.ranks)
+        self._copier.join()
+        self._copier.start(self._segments[path], shards).add_done_callback(self._report)
+
+    def _report(self, copy: "Future[None]") -> None:
+        os.write(self._copied, FAILED if copy.exception() else COPIED)
+
+
+def main(parent: int, copied: int) -> int:
     """Follow rank 0 until it closes the pipe or dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # It died before the call above.
@@ -276,26 +391,23 @@ def main(parent: int) -> int:
     setup = _read(sys.stdin.buffer)
     if setup is None:
         return 0
+    config = Config.model_validate_json(setup["config"])
+    model_path, rank = Path(setup["model_path"]), setup["rank"]
     learner = build_learner(
-        Config.model_validate_json(setup["config"]),
-        Path(setup["model_path"]),
+        build_policy(config, model_path, rank=rank),
+        config,
+        model_path,
         resume=setup["resume"],
-        rank=setup["rank"],
+        rank=rank,
         rendezvous=Path(setup["rendezvous"]),
     )
-    while (order := _read(sys.stdin.buffer)) is not None:
-        match order["order"]:
-            case "train":
-                learner.train([_unpacked(s) for s in order["sequences"]], order["step"])
-            case "weights":
-                full_state(learner)
-            case "optimizer":
-                optimizer_state(learner)
-            case unknown:
-                raise AssertionError(unknown)
+    with ThreadPoolExecutor(1, "libra-copy") as executor:
+        child = Child(learner, config, Copier(executor), copied)
+        while (order := _read(sys.stdin.buffer)) is not None:
+            child.follow(order)
     dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

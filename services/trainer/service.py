@@ -69,12 +69,14 @@ class TrainerService:
         self._segments = segments
         self._step = self._recorded = self._saved = 0
         self._lineage = 0
-        self._announced: tuple[int, Segment] | None = None
-        """The newest version that the coordinator accepted, and where it lies."""
+        self._announced: tuple[int, Segment, list[float]] | None = None
+        """The newest version that the coordinator accepted, where it lies, and its canary."""
         self._announcement = asyncio.Lock()
         """An older version must not be announced again after a newer one."""
         self._skipped = self._nonfinite = 0
         self._step_began = 0.0
+        self._publish_s = 0.0
+        """From the end of the last step until its copy ran: what the loop spent on it."""
         self._phase, self._phase_began = "loading", 0.0
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -135,7 +137,7 @@ class TrainerService:
         await self._membership.joined(timeout_s=JOIN_TIMEOUT_S)
         self._lineage = await self._peers.begin_lineage(self._step)
         self._set_phase("publishing")
-        self._publisher.prepare(await self._in_thread(ranks.weights))
+        self._publisher.prepare(ranks.outlet.shapes)
         self._announcing = await self._publish(ranks)
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────
@@ -143,7 +145,6 @@ class TrainerService:
     async def _train(self, ranks: Ranks) -> None:
         self._step_began = self._now()
         while (batch := await self._next_batch()) is not None:
-            await self._announcing
             self._set_phase("training")
             began = self._now()
             try:
@@ -197,6 +198,7 @@ class TrainerService:
         else:
             self._step += 1
             self._skipped = self._nonfinite = 0
+            await self._announcing
             self._announcing = await self._publish(ranks)
         recorded = await self._peers.step_finished(
             StepFinished(
@@ -224,7 +226,7 @@ class TrainerService:
             "time/fetch": batch.fetch_s,
             "time/train": train_s,
             "time/publish": self._publisher.copy_s,
-            "time/publish_loop": self._publisher.loop_s,
+            "time/publish_loop": self._publish_s + self._publisher.join_s,
         }
 
     def _check_nonfinite(self) -> None:
@@ -240,15 +242,15 @@ class TrainerService:
     async def _publish(self, ranks: Ranks) -> "asyncio.Task[None]":
         """Start to copy the weights; the task ends when they are announced."""
         self._set_phase("publishing")
+        began = self._now()
         segment = await self._free_segment()
-        weights = await self._in_thread(ranks.weights)
-        copied = await self._in_thread(lambda: self._publisher.start(segment, weights))
+        copied = await self._in_thread(lambda: ranks.publish(self._publisher, segment))
+        self._publish_s = self._now() - began
         version = version_id(self._lineage, self._step)
         announcement = self._announce(copied, version, segment)
         return self._tasks.create_task(announcement, name=f"announce {version}")
 
     async def _free_segment(self) -> Segment:
-        await self._in_thread(self._publisher.join)
         patience_s = self._runtime.config.coordinator.apply_timeout_s + SEGMENT_MARGIN_S
         deadline = self._now() + patience_s
         while (segment := self._publisher.choose(await self._peers.segments_in_use())) is None:
@@ -257,12 +259,14 @@ class TrainerService:
             await asyncio.sleep(POLL_S)
         return segment
 
-    async def _announce(self, copied: "Future[None]", version: int, segment: Segment) -> None:
+    async def _announce(
+        self, copied: "Future[list[float]]", version: int, segment: Segment
+    ) -> None:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, copied.result, COPY_TIMEOUT_S)
+        canary = await loop.run_in_executor(None, copied.result, 2 * COPY_TIMEOUT_S)
         async with self._announcement:
-            await self._peers.publish(version, str(segment.path))
-            self._announced = (version, segment)
+            await self._peers.publish(version, str(segment.path), canary)
+            self._announced = (version, segment, canary)
         self._membership.applied_version = version
         log.info("version.published", policy_version=version, duration_s=self._publisher.copy_s)
 
@@ -272,13 +276,13 @@ class TrainerService:
         while True:
             await asyncio.sleep(self._runtime.config.coordinator.lease_s)
             async with self._announcement:
-                version, segment = self._announced or (NO_VERSION, None)
+                version, segment, canary = self._announced or (NO_VERSION, None, [])
                 if segment is None or self._membership.version >= version:
                     missing = NO_VERSION
                 elif missing != version:  # The heartbeat may just be older; look again.
                     missing = version
                 else:
-                    await self._peers.publish(version, str(segment.path))
+                    await self._peers.publish(version, str(segment.path), canary)
                     log.info(
                         "version.published", policy_version=version, reason="coordinator_restarted"
                     )

@@ -2,15 +2,19 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from common.canary import CANARY_TOKENS
 from common.errors import RunFailed
 from services.trainer import checkpoint
 from services.trainer.checkpoint import Contents
+from services.trainer.publish import Publisher
 from services.trainer.ranks import Ranks
 from tests.support.models import make_tiny_model
 from tests.support.trainer import sequences, siblings, trainer_config
@@ -40,6 +44,7 @@ def test_two_ranks_equal_one_until_one_is_killed(tmp_path: Path, model: Path) ->
             first, second = one.train(batch, step), two.train(batch, step)
             assert second.metrics == pytest.approx(first.metrics, rel=1e-4, abs=1e-6)
         assert_close(two.optimizer_state(), one.optimizer_state())
+        assert_published(tmp_path, two)
         poisoned = [replace(sequences(1)[0], advantage=float("nan"))]
         assert two.train(poisoned, 4).skipped == "nonfinite"
 
@@ -50,6 +55,25 @@ def test_two_ranks_equal_one_until_one_is_killed(tmp_path: Path, model: Path) ->
             two.train(sequences(4), 4)
     finally:
         two.close()
+
+
+def assert_published(tmp_path: Path, ranks: Ranks) -> None:
+    """Each rank writes its rows; the file is what gathering would have given."""
+    (tmp_path / "segments").mkdir()
+    with ThreadPoolExecutor(1) as executor:
+        publisher = Publisher(tmp_path / "segments", "run", torch.float32, executor)
+        publisher.prepare(ranks.outlet.shapes)
+        for step in (4, 5):
+            segment = publisher.choose(())
+            assert segment is not None
+            canary = ranks.publish(publisher, segment).result(30)
+            assert len(canary) == CANARY_TOKENS - 1
+            expected = ranks.weights()
+            loaded = load_file(segment.path)
+            assert loaded.keys() == expected.keys()
+            assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+            ranks.train(sequences(4, seed=step), step, before_update=publisher.join)
+        publisher.close()
 
 
 def save(run_dir: Path, model: Path, ranks: Ranks) -> Path:

@@ -1,13 +1,15 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from services.trainer.publish import GENERATIONS, Publisher, plan_layout
+from services.trainer.outlet import Shard, whole
+from services.trainer.publish import GENERATIONS, Copier, Publisher, Segment, plan_layout
 
 State = dict[str, torch.Tensor]
 
@@ -38,7 +40,7 @@ def publisher(directory: Path, copier: ThreadPoolExecutor, dtype: torch.dtype) -
 def publish(made: Publisher, values: State, in_use: set[str]) -> Path:
     segment = made.choose(in_use)
     assert segment is not None
-    made.start(segment, values)
+    made.start(segment, whole(values))
     made.join()
     return segment.path
 
@@ -81,7 +83,7 @@ def test_an_error_in_the_copy_is_raised_where_it_is_joined(
     made = publisher(tmp_path, copier, torch.float32)
     segment = made.choose(set())
     assert segment is not None
-    made.start(segment, {})
+    made.start(segment, whole({"unknown": torch.zeros(1)}))
     with pytest.raises(KeyError):
         made.join()
 
@@ -105,3 +107,40 @@ def test_tensors_are_aligned_to_their_elements() -> None:
     layout = plan_layout(state(), torch.bfloat16)
     assert all(slot.offset % slot.dtype.itemsize == 0 for slot in layout.slots)
     assert layout.slots[0].offset % 64 == 0
+
+
+def test_each_rank_writes_its_rows_into_one_file(
+    tmp_path: Path, copier: ThreadPoolExecutor
+) -> None:
+    made, expected = publisher(tmp_path, copier, torch.float32), state(3)
+    segment = made.choose(set())
+    assert segment is not None
+    layout = plan_layout(state(), torch.float32)
+    other = Copier(copier)
+    for rank, copying in enumerate([made, other]):
+        file = segment if not rank else Segment(segment.path, layout, create=False)
+        copying.start(file, {name: half(tensor, rank) for name, tensor in expected.items()})
+        copying.join()
+    loaded = load_file(segment.path)
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def half(tensor: torch.Tensor, rank: int) -> Shard:
+    if not tensor.dim():
+        return Shard(tensor)
+    first = (len(tensor) + 1) // 2
+    return Shard(tensor[first:], first) if rank else Shard(tensor[:first])
+
+
+def test_work_after_a_copy_is_not_waited_for_by_the_next_update(
+    tmp_path: Path, copier: ThreadPoolExecutor
+) -> None:
+    made, done = publisher(tmp_path, copier, torch.float32), Event()
+    segment = made.choose(set())
+    assert segment is not None
+    made.start(segment, whole(state()))
+    later = made.then(lambda: done.wait(5))
+    made.join()
+    assert not later.done()
+    done.set()
+    assert later.result(5)
