@@ -5,7 +5,9 @@ registration brings the whole truth again.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -32,6 +34,20 @@ MISSED_MAX = 3
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.25
 LEAVE_TIMEOUT_S = 1.0
+MEMORY = Path("/dev/shm")  # noqa: S108  (the memory file system is the point)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def memory_label(directory: Path = MEMORY) -> str:
+    """Name the memory file system that this process sees: equal names mean equal files.
+
+    Containers of one host may have one of their own each.
+    """
+    try:
+        boot, seen = BOOT_ID.read_text().strip(), directory.stat()
+    except OSError:
+        return ""
+    return f"{boot}/{seen.st_dev}/{seen.st_ino}"
 
 
 class Membership:
@@ -51,6 +67,7 @@ class Membership:
             labels=labels or {},
         )
         self._callbacks: list[Callable[[MemberUpdate], None]] = []
+        self._on_excluded: list[Callable[[bool], None]] = []
         self._changed = asyncio.Condition()
         self._coordinator: str | None = None
         self._last_coordinator = ""
@@ -61,14 +78,36 @@ class Membership:
         self.members: dict[str, Member] = {}
         self.version = NO_VERSION
         self.applied_version = NO_VERSION
+        self.excluded = False
+        """The coordinator tells the others that this process is gone: it decodes with other weights
+        than it names. It stays registered, and may prove itself with the next version."""
+        self.fence = -1
+        """Of a slot's tenant: as in `Register`. `common.tenant` sets both."""
+        self.awake = True
+        self.contact_s = -math.inf
+        """When the last message was sent that the coordinator has answered."""
         self.busy_s = 0.0
         self.loop_lag_s = 0.0
 
     # ── what the owner asks ──────────────────────────────────────────────────────────────────
 
+    @property
+    def coordinator(self) -> str | None:
+        """Identity of the coordinator, while this process is registered there."""
+        return self._coordinator
+
+    @property
+    def lease_s(self) -> float:
+        """How long silence is forgiven."""
+        return self._lease_s
+
     def on_change(self, callback: Callable[[MemberUpdate], None]) -> None:
         """Be told of every arrival and departure."""
         self._callbacks.append(callback)
+
+    def on_excluded(self, callback: Callable[[bool], None]) -> None:
+        """Be told when the others are told that this process is gone, or is back."""
+        self._on_excluded.append(callback)
 
     def find(self, role: str, name: str | None = None) -> Member | None:
         """A live member by role, and by name where there may be several; first by name."""
@@ -147,15 +186,24 @@ class Membership:
         coordinator = await self._mesh.connect(
             self._coordinator_address(), timeout_s=CONNECT_TIMEOUT_S
         )
+        sent_s = asyncio.get_running_loop().time()
         reply = await self._mesh.request(
             coordinator,
-            Register(member=self._me, pid=self._pid, version=self.applied_version),
+            Register(
+                member=self._me,
+                pid=self._pid,
+                version=self.applied_version,
+                fence=self.fence,
+                awake=self.awake,
+            ),
             timeout_s=CONNECT_TIMEOUT_S,
         )
+        self.contact_s = sent_s
         self._lease_s = reply.lease_s
         self._number = reply.number
         self.version = reply.version
-        named = {member.peer: member for member in reply.members if member.peer != self._me.peer}
+        named = {member.peer: member for member in reply.members}
+        self._exclude(named.pop(self._me.peer, None) is None)
         for member in named.values():
             self._apply(MemberUpdate(number=reply.number, member=member, gone=False))
         patience_s = 0.0 if coordinator == self._last_coordinator else 2 * reply.lease_s
@@ -182,7 +230,10 @@ class Membership:
             busy_s=self.busy_s,
             uptime_s=loop.time() - self._began_s,
             version=self.applied_version,
+            fence=self.fence,
+            awake=self.awake,
         )
+        sent_s = loop.time()
         try:
             reply = await self.ask_coordinator(beat, timeout_s=interval_s)
         except RequestTimeout:
@@ -191,15 +242,24 @@ class Membership:
                 raise
             return
         self._missed = 0
+        self.contact_s = sent_s
         self._number = reply.number
         self.version = reply.version
         for update in reply.updates:
             if update.member.peer != self._me.peer:
                 self._apply(update)
+            else:
+                self._exclude(update.gone)
         self._drop_doubted(loop.time())
         if reply.updates:
             async with self._changed:
                 self._changed.notify_all()
+
+    def _exclude(self, excluded: bool) -> None:  # noqa: FBT001
+        if excluded != self.excluded:
+            self.excluded = excluded
+            for callback in self._on_excluded:
+                callback(excluded)
 
     def _apply(self, update: MemberUpdate) -> None:
         peer = update.member.peer

@@ -124,6 +124,21 @@ class Engine(Protocol):
         """Go on after `pause`."""
         ...
 
+    async def sleep(self) -> None:
+        """Free the devices: caches, and weights where the engine can. Idempotent.
+
+        No request is running. `version` is `NO_VERSION` from then on.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the devices again, for `apply_weights` and then `generate`. Idempotent.
+
+        Room for caches is taken only after the weights: while weights change hands there is never
+        more on the devices than one tenant's own peak.
+        """
+        ...
+
     async def apply_weights(self, manifest: Manifest) -> None:
         """Swap a version in between two decode steps; running requests go on with it.
 

@@ -76,7 +76,7 @@ class FakeEngine:
         self._prefill_token_s, self._transfer_token_s = prefill_token_s, transfer_token_s
         self._slots = asyncio.Semaphore(slots)
         self._accounting = Accounting(kv_tokens, _loop_time)
-        self._paused = False
+        self._paused = self._asleep = False
         self._prefixes: OrderedDict[tuple[int, ...], None] = OrderedDict()
         """Contexts computed with the applied version, least recently used first."""
         self._prefixes_max = PREFIXES_PER_SLOT * slots
@@ -136,9 +136,23 @@ class FakeEngine:
         self._require_alive()
         self._paused = False
 
+    async def sleep(self) -> None:
+        """Forget the weights and every prefix."""
+        self._require_alive()
+        assert not self._ends, "requests are running"
+        self._prefixes.clear()
+        self.version, self.digest, self._asleep = NO_VERSION, "", True
+
+    async def wake(self) -> None:
+        """Ready for a version."""
+        self._require_alive()
+        self._asleep = False
+
     async def apply_weights(self, manifest: Manifest) -> None:
         """Check the segment where it is a file, and decode with the version from now on."""
         self._require_alive()
+        if self._asleep:
+            raise EngineError("the engine is asleep")
         if not manifest.segment.startswith(FILELESS):
             open_checked(manifest)
         self._prefixes.clear()

@@ -111,6 +111,8 @@ class Decoder:
         rows = slots + math.ceil(slots * KEPT_ROWS_SHARE)
         self._cache = SlotCache(rows)
         self._rows = [Row() for _ in range(rows)]
+        self._asleep: list[tuple[torch.nn.Parameter, torch.Size]] = []
+        """The parameters without memory of their own, and their shapes; empty while awake."""
         self._uses = itertools.count(1)
         self._jobs: list[Job] = []
         self._waiting: deque[Job] = deque()
@@ -167,6 +169,8 @@ class Decoder:
         Raises:
             EngineError: the tensors are not this model's; nothing was changed.
         """
+        if self._asleep:
+            raise EngineError("the engine is asleep")
         state: dict[str, Tensor] = self._model.state_dict()
         _check_names(state, sources)
         for name, source in sources.items():
@@ -176,6 +180,28 @@ class Decoder:
             row.cached = 0
         for index in range(len(self._jobs)):
             self._prefill(index)
+
+    def sleep(self) -> None:
+        """Free the cache and the parameters' memory. Buffers stay: they are small and constant.
+
+        The parameters themselves stay too, so that those that are tied still are afterwards.
+        """
+        assert self.idle, "requests are running"
+        self.version = NO_VERSION
+        rows = len(self._rows)
+        self._cache, self._rows = SlotCache(rows), [Row() for _ in range(rows)]
+        if not self._asleep:
+            self._asleep = [(weight, weight.shape) for weight in self._model.parameters()]
+            for weight, _ in self._asleep:
+                weight.data = weight.data.new_empty(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Give the parameters memory again. The cache takes its own at the first pass."""
+        for weight, shape in self._asleep:
+            weight.data = weight.data.new_empty(shape)
+        self._asleep = []
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> list[float]:

@@ -96,6 +96,17 @@ class TorchEngine:
         self._alive()
         await self._call(lambda: self._set_paused(paused=False))
 
+    async def sleep(self) -> None:
+        """Free the cache, and the weights' own memory."""
+        decoder = self._alive()
+        self.version, self.digest = NO_VERSION, ""
+        await self._call(decoder.sleep)
+
+    async def wake(self) -> None:
+        """Room for the weights; what is in it is not said before a version is applied."""
+        decoder = self._alive()
+        await self._call(decoder.wake)
+
     async def apply_weights(self, manifest: Manifest) -> None:
         """Copy and check in another thread, then swap between two steps."""
         decoder = self._alive()

@@ -48,7 +48,7 @@ class VllmEngine:
         self._starter: _Starter | None = None
         self._llm: Any = None
         self._broken = ""
-        self._paused = False
+        self._paused = self._asleep = self._kv_asleep = False
         self._swapping = asyncio.Lock()
         self._scores = itertools.count()
         self._export_refused = False
@@ -129,6 +129,26 @@ class VllmEngine:
         async with self._swapping:
             await self._unfreeze()
 
+    async def sleep(self) -> None:
+        """Discard weights and KV cache. On a CPU vLLM cannot: its caches are emptied only."""
+        self._require_alive()
+        async with self._swapping:
+            self.version, self.digest = NO_VERSION, ""
+            await self._freeze(clear_cache=True)
+            if not self._asleep and not vllm_settings.is_cpu_build():
+                async with self._core_call("sleep"):
+                    await self._llm.sleep(level=2)
+                self._kv_asleep = True
+            self._asleep = True
+
+    async def wake(self) -> None:
+        """Room for the weights. The next `apply_weights` takes that for the KV cache after them."""
+        self._require_alive()
+        async with self._swapping:
+            if self._asleep and self._kv_asleep:
+                await self._take_memory("weights")
+            self._asleep = False
+
     async def apply_weights(self, manifest: Manifest) -> None:
         """Check in this process, then pause, load in the workers, and resume.
 
@@ -137,6 +157,8 @@ class VllmEngine:
         """
         self._require_alive()
         async with self._swapping:
+            if self._asleep:
+                raise EngineError("the engine is asleep")
             checked = await asyncio.to_thread(open_checked, manifest)
             await self._freeze(clear_cache=True)
             try:
@@ -145,6 +167,9 @@ class VllmEngine:
                 await self._unfreeze()
                 raise
             del checked
+            if self._kv_asleep:
+                await self._take_memory("kv_cache")
+                self._kv_asleep = False
             self.version, self.digest = manifest.version, manifest.digest
             await self._unfreeze()
 
@@ -214,6 +239,10 @@ class VllmEngine:
         if not self._paused:
             async with self._core_call("resume"):
                 await self._llm.resume_generation()
+
+    async def _take_memory(self, what: str) -> None:
+        async with self._core_call("wake"):
+            await self._llm.wake_up(tags=[what])
 
     async def _load(self, manifest: Manifest) -> None:
         """Replace the weights in all ranks. Half done is broken, unless nothing was touched.

@@ -96,6 +96,7 @@ def engine_arguments(config: Config, bucket: BucketConfig, *, on_cpu: bool) -> d
         "enforce_eager": on_cpu,
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "enable_prefix_caching": True,
+        "enable_sleep_mode": bucket.hybrid and not on_cpu,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "seed": config.run.seed,

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import EngineError, ShardCorrupt, VersionGone
+from common.weights import NO_VERSION
 from services.rollout.engine import FinishReason, Generation, KvState
 from services.rollout.fake_engine import FakeEngine
 from tests.support.engines import CONTEXT_TOKENS, LOWERCASE, Subject
@@ -309,6 +310,35 @@ async def test_a_cache_is_given_and_taken_or_both_are_refused(subject: Subject) 
         assert await subject.engine.import_kv(state)
     assert not await subject.engine.import_kv(KvState(context, subject.engine.version, b"x"))
     assert (await subject.generate(temperature=0.0)).tokens == generation.tokens
+
+
+async def test_a_sleeping_engine_has_no_version_and_takes_none(subject: Subject) -> None:
+    await subject.engine.sleep()
+    await subject.engine.sleep()
+    assert subject.engine.version == NO_VERSION
+    with pytest.raises(EngineError, match="no policy version"):
+        await subject.generate()
+    with pytest.raises(EngineError, match="asleep"):
+        await subject.apply()
+    await subject.engine.wake()
+    await subject.engine.wake()
+    with pytest.raises(EngineError, match="no policy version"):
+        await subject.generate()
+    version = await subject.apply()
+    assert set((await subject.generate()).versions) == {version}
+
+
+async def test_an_engine_decodes_after_a_sleep_as_before(model_subject: Subject) -> None:
+    manifest = model_subject.write_version()
+    await model_subject.engine.apply_weights(manifest)
+    before = await model_subject.generate()
+    await model_subject.engine.sleep()
+    await model_subject.engine.wake()
+    await model_subject.engine.apply_weights(manifest)
+    after = await model_subject.generate()
+    assert after.tokens == before.tokens
+    assert after.logprobs == pytest.approx(before.logprobs, abs=TOLERANCE)
+    assert after.versions == before.versions
 
 
 async def test_closing_twice_is_fine(tmp_path: Path) -> None:
