@@ -22,6 +22,7 @@ from services.cli.plan import (
     ProcessSpec,
     after_exit,
     common_environment,
+    describe_end,
 )
 
 log = structlog.get_logger()
@@ -49,7 +50,7 @@ class Children:
             RunFailed: it failed for good.
         """
         loop = asyncio.get_running_loop()
-        in_a_row = 0
+        in_a_row, first_s = 0, loop.time()
         while not self._stopping:
             started_s = loop.time()
             process = await self._start(spec)
@@ -62,12 +63,12 @@ class Children:
             if code == 0 and was_asked(self._last_lines(spec)):  # By somebody else than us.
                 code = -signal.SIGTERM
             if loop.time() - started_s > SETTLED_S:
-                in_a_row = 0
+                in_a_row, first_s = 0, started_s
             match after_exit(spec.role, code, in_a_row):
                 case AfterExit.FINISHED:
                     return
                 case AfterExit.GIVE_UP:
-                    raise self._failure(spec, code)
+                    raise self._failure(spec, code, in_a_row, loop.time() - first_s)
                 case AfterExit.RESTART:
                     in_a_row += 1
                     log.warning("process.restarted", process=spec.name, exit_code=code)
@@ -112,11 +113,14 @@ class Children:
         self._running[spec.name] = (spec, process)
         return process
 
-    def _failure(self, spec: ProcessSpec, code: int) -> ConfigError | RunFailed:
-        detail = failure_detail(self._last_lines(spec)) or f"ended with exit code {code}"
+    def _failure(
+        self, spec: ProcessSpec, code: int, restarts: int, within_s: float
+    ) -> ConfigError | RunFailed:
+        detail = failure_detail(self._last_lines(spec))
+        end = describe_end(code, restarts, within_s, detail)
         if code == 2:
-            return ConfigError(detail)
-        return RunFailed(f"{spec.name}: {detail}\n(its log: {self._log(spec)})")
+            return ConfigError(detail or end)
+        return RunFailed(f"{spec.name}: {end}\n(its log: {self._log(spec)})")
 
     def _log(self, spec: ProcessSpec) -> Path:
         return self._run_dir / "logs" / f"{spec.name}.log"

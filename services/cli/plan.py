@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from signal import SIGKILL
 
 from common.config import BucketConfig, Config
 
@@ -110,6 +111,29 @@ def after_exit(role: str, code: int, in_a_row: int) -> AfterExit:
         return AfterExit.GIVE_UP
     allowed = KILLED_MAX if code < 0 else FAILED_MAX
     return AfterExit.RESTART if in_a_row < allowed else AfterExit.GIVE_UP
+
+
+def describe_end(code: int, restarts: int, within_s: float, detail: str) -> str:
+    """Say how a process ended for good, how often it was started again before, and what to do.
+
+    Args:
+        code: its exit code, -N for signal N.
+        restarts: since it last ran for long.
+        within_s: from the first of these starts to this end.
+        detail: its last words, if any. Those of a killed one are not about its end.
+    """
+    starts = "restart" if restarts == 1 else "restarts"
+    again = f", {restarts} {starts} within {within_s:.0f} s did not help" if restarts else ""
+    if code >= 0:
+        return (detail or f"ended with exit code {code}") + again
+    remedy = "mend what its log shows"
+    if code == -SIGKILL:
+        remedy = (
+            "the kernel sends that when memory runs out (look into dmesg): "
+            "give the machine more memory, or the job less to do at a time"
+        )
+    said = f" (it last said: {detail})" if detail else ""
+    return f"was ended by signal {-code}{again}; {remedy}, then go on with --resume{said}"
 
 
 def _trainer_environment(config: Config) -> tuple[tuple[str, str], ...]:

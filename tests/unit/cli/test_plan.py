@@ -11,7 +11,15 @@ from common.config import (
     ToolServerConfig,
 )
 from services.cli.children import failure_detail
-from services.cli.plan import FAILED_MAX, KILLED_MAX, AfterExit, after_exit, processes, spread_cores
+from services.cli.plan import (
+    FAILED_MAX,
+    KILLED_MAX,
+    AfterExit,
+    after_exit,
+    describe_end,
+    processes,
+    spread_cores,
+)
 
 
 def config(*buckets: BucketConfig) -> Config:
@@ -77,6 +85,22 @@ def test_a_trainer_that_ends_well_has_finished_the_job() -> None:
 def test_a_killed_process_is_started_again_but_not_for_ever(role: str) -> None:
     assert after_exit(role, -9, 0) is AfterExit.RESTART
     assert after_exit(role, -9, KILLED_MAX) is AfterExit.GIVE_UP
+
+
+def test_of_a_process_that_is_killed_over_and_over_it_is_said_how_often_and_what_to_do() -> None:
+    said = describe_end(-9, KILLED_MAX, 11.7, "")
+    assert said.startswith("was ended by signal 9, 5 restarts within 12 s did not help; ")
+    assert "more memory" in said
+    assert said.endswith("then go on with --resume")
+    other = describe_end(-11, 1, 3.0, "loading weights")
+    assert "signal 11, 1 restart within 3 s did not help; mend what its log shows" in other
+    assert other.endswith("(it last said: loading weights)")
+
+
+def test_of_a_process_that_fails_its_own_words_come_first() -> None:
+    assert describe_end(1, 0, 3.0, "no port") == "no port"
+    assert describe_end(1, 2, 3.0, "no port") == "no port, 2 restarts within 3 s did not help"
+    assert describe_end(3, 0, 3.0, "") == "ended with exit code 3"
 
 
 @pytest.mark.parametrize("role", ["coordinator", "scheduler", "rollout", "tools", "trainer"])
