@@ -1,10 +1,14 @@
 """Many runs: each asked for as a plain value, played one by one or in several processes."""
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import signal
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
+from common.service import die_with_parent
 from services.simulator.cluster import CLUSTERS, Cluster
 from services.simulator.measures import RunResult
 from services.simulator.scripts import Workload
@@ -76,24 +80,45 @@ def play_all(
 ) -> list[RunResult]:
     """Play all; results in the order of the specs, whatever order they end in."""
     results: list[RunResult | None] = [None] * len(specs)
-    for index, result in _played(specs, processes):
-        results[index] = result
-        if on_done is not None:
-            on_done(specs[index])
+    with closing(_played(specs, processes)) as played:
+        for index, result in played:
+            results[index] = result
+            if on_done is not None:
+                on_done(specs[index])
     return [result for result in results if result is not None]
 
 
-def _played(specs: Sequence[RunSpec], processes: int) -> Iterator[tuple[int, RunResult]]:
+def _played(specs: Sequence[RunSpec], processes: int) -> Generator[tuple[int, RunResult]]:
     if processes <= 1 or len(specs) == 1:
         for index, spec in enumerate(specs):
             yield index, spec.play()
         return
     # Started afresh: a forked child would inherit the progress bar's thread and locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        futures = {pool.submit(spec.play): index for index, spec in enumerate(specs)}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(
+        min(processes, len(specs)), context, die_with_parent, (os.getpid(),)
+    ) as pool:
+        try:
+            with _interrupts_held():
+                futures = {pool.submit(spec.play): index for index, spec in enumerate(specs)}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:  # Leaving the pool would wait for the runs under way, and a queue.
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _interrupts_held() -> Generator[None]:
+    """Keep Ctrl-C until afterwards. Children started meanwhile never get it: they are ended."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def seeds_of(spec: RunSpec, policies: Iterable[str], seeds: int) -> list[RunSpec]:
