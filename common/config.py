@@ -45,7 +45,8 @@ class RunConfig(Section):
     max_steps: Count
     """Optimizer steps; the run also ends when all epochs are trained."""
     failed_groups_max: Count = 8
-    """The run stops when so many groups in a row were dropped because they failed."""
+    """The run stops when so many groups in a row were dropped because they failed. Groups that were
+    under way together count once."""
 
 
 class ModelConfig(Section):
