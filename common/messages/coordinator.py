@@ -181,7 +181,10 @@ class MemberStatus(Message):
     silent_s: float
     """Seconds since its last heartbeat."""
     applying_s: float
-    """Seconds since it was told to apply a version that it has not yet acknowledged, or 0."""
+    """Seconds since it was told to fetch or apply a version that it has not yet answered for, or
+    0."""
+    quarantined: bool = False
+    """It decodes with other weights than it names; the others are told that it is gone."""
 
 
 class SlotStatus(Message):

@@ -19,6 +19,9 @@ class Entry:
     loop_lag_s: float = 0.0
     busy_s: float = 0.0
     uptime_s: float = 0.0
+    fence: int = -1
+    awake: bool = True
+    """Of a slot's tenant: the newest order that it has followed, and whether it is awake."""
 
 
 @dataclass
@@ -27,10 +30,21 @@ class Members:
 
     lease_s: float
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    hidden: set[str] = field(default_factory=set[str])
+    """Members that the others are not told of: nothing is sent to them but by this process."""
     number: int = 0
     _updates: list[MemberUpdate] = field(default_factory=list[MemberUpdate])
 
-    def register(self, member: Member, pid: int, version: int, now: float) -> list[Member]:
+    def register(
+        self,
+        member: Member,
+        pid: int,
+        version: int,
+        now: float,
+        *,
+        fence: int = -1,
+        awake: bool = True,
+    ) -> list[Member]:
         """Add a member; one of the same role and name is replaced.
 
         Returns:
@@ -45,7 +59,7 @@ class Members:
         for old in replaced:
             self._remove(old)
         known = self.entries.get(member.peer)
-        self.entries[member.peer] = Entry(member, pid, now, version)
+        self.entries[member.peer] = Entry(member, pid, now, version, fence=fence, awake=awake)
         if known is None or known.member != member:
             self._record(member, gone=False)
         return replaced
@@ -66,6 +80,8 @@ class Members:
             loop_lag_s=beat.loop_lag_s,
             busy_s=beat.busy_s,
             uptime_s=beat.uptime_s,
+            fence=beat.fence,
+            awake=beat.awake,
         )
         return self.updates_after(beat.number)
 
@@ -90,9 +106,25 @@ class Members:
             self._remove(member)
         return silent
 
+    def hide(self, peer: str) -> None:
+        """To the others the member is gone; it stays one, and is told so. Idempotent."""
+        entry = self.entries.get(peer)
+        if entry is not None and peer not in self.hidden:
+            self._record(entry.member, gone=True)
+            self.hidden.add(peer)
+
+    def show(self, peer: str) -> None:
+        """Undo `hide`. Idempotent."""
+        entry = self.entries.get(peer)
+        if entry is not None and peer in self.hidden:
+            self.hidden.discard(peer)
+            self._record(entry.member, gone=False)
+
     def live(self) -> list[Member]:
-        """All members, in order of their identity."""
-        return [self.entries[peer].member for peer in sorted(self.entries)]
+        """All members that are not hidden, in order of their identity."""
+        return [
+            self.entries[peer].member for peer in sorted(self.entries) if peer not in self.hidden
+        ]
 
     def updates_after(self, number: int) -> list[MemberUpdate]:
         """Changes after `number`; the whole membership when they are not all kept."""
@@ -104,8 +136,11 @@ class Members:
     def _remove(self, member: Member) -> None:
         del self.entries[member.peer]
         self._record(member, gone=True)
+        self.hidden.discard(member.peer)
 
     def _record(self, member: Member, *, gone: bool) -> None:
+        if member.peer in self.hidden:
+            return
         self.number += 1
         self._updates.append(MemberUpdate(number=self.number, member=member, gone=gone))
         del self._updates[:-UPDATES_KEPT]

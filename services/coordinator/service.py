@@ -1,17 +1,15 @@
 """The coordinator: knows who is there and brings each weight version to every rollout worker."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
-from common.errors import (
-    PeerUnreachable,
-    Refusal,
-    RequestRefused,
-    ShardCorrupt,
-    TransportError,
-)
+from common.errors import Refusal, RequestRefused
+from common.membership import memory_label
 from common.messages.coordinator import (
     Fleet,
     GetFleet,
@@ -20,7 +18,6 @@ from common.messages.coordinator import (
     HeartbeatAck,
     Leave,
     Left,
-    Manifest,
     Member,
     MemberStatus,
     PublishVersion,
@@ -29,23 +26,21 @@ from common.messages.coordinator import (
     SegmentsInUse,
     VersionAccepted,
 )
-from common.messages.rollout import ApplyVersion
 from common.service import Runtime, publish_coordinator
-from services.coordinator.manifest import SegmentUnreadable, build_manifest
+from services.coordinator.fanout import Describe, Fanout, describe_in_thread
 from services.coordinator.members import Members
 from services.coordinator.versions import Versions
 
+if TYPE_CHECKING:
+    from common.stream import StreamServer
+
 log = structlog.get_logger()
+
+OpenStream = Callable[[Runtime], AbstractAsyncContextManager["StreamServer"]]
 
 TICK_S = 0.25
 """How often leases are checked; an eighth of the shortest sensible lease."""
-CONNECT_TIMEOUT_S = 5.0
-RETRY_DELAY_S = 0.5
-
-
-async def describe_in_thread(version: int, segment: str) -> Manifest:
-    """Build a manifest off the event loop: hashing is CPU work."""
-    return await asyncio.to_thread(build_manifest, version, segment)
+MEMORY = Path("/dev/shm")  # noqa: S108  (the memory file system)
 
 
 class CoordinatorService:
@@ -54,19 +49,41 @@ class CoordinatorService:
     def __init__(
         self,
         runtime: Runtime,
-        describe: Callable[[int, str], Awaitable[Manifest]] = describe_in_thread,
+        describe: Describe = describe_in_thread,
+        open_stream: OpenStream | None = None,
+        memory: str = "",
     ) -> None:
         self._runtime = runtime
-        self._describe = describe
         self._mesh = runtime.mesh
-        self._config = runtime.config.coordinator
-        self._members = Members(self._config.lease_s)
-        self._versions = Versions()
-        self._wake = asyncio.Event()
-        self._publishing = asyncio.Lock()
+        self._open_stream = open_stream
+        self._members = Members(runtime.config.coordinator.lease_s)
+        self._versions = Versions(memory or memory_label())
+        self._fanout = Fanout(
+            runtime.mesh,
+            runtime.config,
+            self._members,
+            self._versions,
+            describe,
+            self._evict,
+        )
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until asked to stop."""
+        if self._open_stream is None:
+            await self._serve(stopping)
+            return
+        from services.coordinator.store import VersionStore  # noqa: PLC0415
+
+        async with self._open_stream(self._runtime) as server:
+            store = VersionStore(server, MEMORY, self._runtime.run_id)
+            store.sweep()
+            self._fanout.store = store
+            try:
+                await self._serve(stopping)
+            finally:
+                store.close()
+
+    async def _serve(self, stopping: asyncio.Event) -> None:
         mesh = self._mesh
         mesh.serve(Register, self._register)
         mesh.serve(Heartbeat, self._heartbeat)
@@ -83,20 +100,15 @@ class CoordinatorService:
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         """Expire leases and send due orders, at every tick and at every event."""
         loop = asyncio.get_running_loop()
+        wake = self._fanout.wake
         while True:
             for member in self._members.expire(loop.time()):
                 self._gone(member, "lease_lapsed")
-            workers = {
-                entry.member.peer: entry.version
-                for entry in self._members.entries.values()
-                if entry.member.role == "rollout"
-            }
-            for peer, manifest in self._versions.orders(workers, loop.time()):
-                tasks.create_task(self._apply(peer, manifest), name=f"apply {peer}")
-            self._wake.clear()
+            self._fanout.send_due(tasks, loop.time())
+            wake.clear()
             try:
                 async with asyncio.timeout(TICK_S):
-                    await self._wake.wait()
+                    await wake.wait()
             except TimeoutError:
                 continue
 
@@ -106,7 +118,14 @@ class CoordinatorService:
         if request.member.peer != sender:
             raise RequestRefused(Refusal.INVALID, "a member registers itself only")
         now = asyncio.get_running_loop().time()
-        for old in self._members.register(request.member, request.pid, request.version, now):
+        for old in self._members.register(
+            request.member,
+            request.pid,
+            request.version,
+            now,
+            fence=request.fence,
+            awake=request.awake,
+        ):
             self._gone(old, "replaced")
         log.info(
             "worker.registered",
@@ -115,7 +134,7 @@ class CoordinatorService:
             name=request.member.name,
             policy_version=request.version,
         )
-        self._wake.set()
+        self._fanout.wake.set()
         return Registered(
             lease_s=self._members.lease_s,
             number=self._members.number,
@@ -145,89 +164,24 @@ class CoordinatorService:
         report = log.info if reason == "left" else log.warning
         report("worker.lost", peer=member.peer, role=member.role, name=member.name, reason=reason)
 
-    # ── versions ─────────────────────────────────────────────────────────────────────────────
-
-    async def _publish(self, sender: str, request: PublishVersion) -> VersionAccepted:
-        async with self._publishing:
-            newest = self._versions.newest
-            if newest is not None and request.version == newest.version:
-                return VersionAccepted(version=newest.version, digest=newest.digest)
-            if request.version < self._versions.version:
-                raise RequestRefused(
-                    Refusal.STALE_FENCE,
-                    f"version {request.version} < announced {self._versions.version}",
-                )
-            try:
-                manifest = await self._describe(request.version, request.segment)
-            except SegmentUnreadable as error:
-                raise RequestRefused(Refusal.INVALID, str(error)) from error
-            self._versions.announce(manifest)
-        log.info(
-            "version.published",
-            policy_version=manifest.version,
-            bytes=manifest.length,
-            digest=manifest.digest[:16],
-            peer=sender,
-        )
-        self._wake.set()
-        return VersionAccepted(version=manifest.version, digest=manifest.digest)
-
-    async def _apply(self, peer: str, manifest: Manifest) -> None:
-        """Have one worker apply one version; a worker that cannot is quarantined or evicted."""
-        entry = self._members.entries.get(peer)
-        if entry is None:
-            self._versions.gone(peer)
-            return
-        try:
-            answered = await self._mesh.connect(entry.member.address, timeout_s=CONNECT_TIMEOUT_S)
-            if answered != peer:
-                raise PeerUnreachable(peer, f"{answered!r} answers at its address")
-            reply = await self._mesh.request(
-                answered, ApplyVersion(manifest=manifest), timeout_s=self._config.apply_timeout_s
-            )
-        except TimeoutError:
-            self._evict(peer, manifest)
-            return
-        except (TransportError, RequestRefused) as error:
-            await self._note_failure(peer, manifest, error)
-            return
-        if reply.version == manifest.version and reply.digest != manifest.digest:
-            await self._note_failure(peer, manifest, ShardCorrupt(reply.version, "its digest"))
-            return
-        self._versions.acknowledged(peer)
-        self._members.applied(peer, reply.version)
-        log.info(
-            "version.applied", peer=peer, policy_version=reply.version, duration_s=reply.apply_s
-        )
-        self._wake.set()
-
-    def _evict(self, peer: str, manifest: Manifest) -> None:
-        """It accepted the order and never answered: it is not part of the run any more."""
+    def _evict(self, peer: str) -> None:
         member = self._members.leave(peer)
-        log.warning("version.timed_out", peer=peer, policy_version=manifest.version)
         if member is not None:
             self._gone(member, "apply_timeout")
 
-    async def _note_failure(self, peer: str, manifest: Manifest, error: Exception) -> None:
-        """Try again after a while; a worker that has failed too often is not part of the run."""
-        refusal = error.refusal if isinstance(error, RequestRefused) else None
-        if isinstance(error, PeerUnreachable) or refusal in (Refusal.NOT_READY, Refusal.DRAINING):
-            await asyncio.sleep(RETRY_DELAY_S)  # It starts or leaves; both have their own end.
-            self._versions.applying.pop(peer, None)
-            return
-        log.warning(
-            "version.refused", peer=peer, policy_version=manifest.version, detail=str(error)
-        )
-        await asyncio.sleep(RETRY_DELAY_S)
-        if self._versions.failed(peer):
-            log.warning("worker.quarantined", peer=peer, policy_version=manifest.version)
+    # ── versions ─────────────────────────────────────────────────────────────────────────────
+
+    async def _publish(self, sender: str, request: PublishVersion) -> VersionAccepted:
+        return await self._fanout.publish(sender, request)
 
     def _segments_in_use(self, _sender: str, _request: GetSegmentsInUse) -> SegmentsInUse:
-        return SegmentsInUse(segments=self._versions.segments_in_use())
+        return SegmentsInUse(segments=self._fanout.segments_in_use())
+
+    # ── status ───────────────────────────────────────────────────────────────────────────────
 
     def _fleet(self, _sender: str, _request: GetFleet) -> Fleet:
         now = asyncio.get_running_loop().time()
-        applying = self._versions.applying
+        waiting = self._versions.fetching | self._versions.applying
         return Fleet(
             members=[
                 MemberStatus(
@@ -238,7 +192,8 @@ class CoordinatorService:
                     busy_s=entry.busy_s,
                     uptime_s=entry.uptime_s,
                     silent_s=now - entry.heard_s,
-                    applying_s=now - applying[peer].since_s if peer in applying else 0.0,
+                    applying_s=now - waiting[peer].since_s if peer in waiting else 0.0,
+                    quarantined=peer in self._members.hidden,
                 )
                 for peer, entry in sorted(self._members.entries.items())
             ],

@@ -111,3 +111,29 @@ def test_a_follower_of_the_updates_knows_the_members(
         assert known == {who.peer for who in members.live()}
         names = [(who.role, who.name) for who in members.live()]
         assert len(names) == len(set(names))
+
+
+def test_a_hidden_member_is_gone_to_the_others_and_learns_it_itself() -> None:
+    members = Members(lease_s=3.0)
+    members.register(member("w"), 1, -1, now=0.0)
+    number = members.number
+    members.hide(member("w").peer)
+    members.hide(member("w").peer)
+    assert members.live() == []
+    updates = members.heartbeat(member("w").peer, beat(number), now=1.0)
+    assert updates is not None
+    assert [(update.member.name, update.gone) for update in updates] == [("w", True)]
+    members.register(member("w"), 1, -1, now=1.5)
+    assert members.live() == []
+    members.show(member("w").peer)
+    assert members.live() == [member("w")]
+
+
+def test_a_hidden_member_that_goes_is_told_of_once() -> None:
+    members = Members(lease_s=3.0)
+    members.register(member("w"), 1, -1, now=0.0)
+    members.hide(member("w").peer)
+    number = members.number
+    assert members.leave(member("w").peer) == member("w")
+    assert members.updates_after(number) == []
+    assert members.hidden == set()

@@ -1,0 +1,181 @@
+"""The published versions as others stream them: chunks of the trainer's segments, or deltas.
+
+Nothing is copied and nothing is computed before somebody on another host asks: a run on one host
+pays nothing. A delta is made when a receiver that has the version before asks for the first
+time, and its chunks are kept in a file on the memory file system for the next receivers.
+"""
+
+import mmap
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+from common.delta import encode
+from common.stream import Chunk, Encoding, StreamServer
+
+from common.errors import VersionGone
+from common.messages.coordinator import Manifest
+
+log = structlog.get_logger()
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+class Mapped:
+    """A segment, mapped for reading. It stays readable when the file is unlinked meanwhile."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        try:
+            with Path(manifest.segment).open("rb") as file:
+                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise VersionGone(manifest.version) from error
+        self.kept = True
+        """False once the trainer may overwrite the segment."""
+
+    def chunk(self, number: int) -> memoryview:
+        """A view of one chunk; shorter at the end."""
+        size = self.manifest.chunk_bytes
+        return memoryview(self._content)[number * size : (number + 1) * size]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where an encoded chunk lies in the file of deltas."""
+
+    encoding: Encoding
+    start: int
+    length: int
+
+
+class VersionSource:
+    """Chunks of one version. Called on the stream server's thread."""
+
+    def __init__(self, version: Mapped, base: Mapped | None, deltas: Path) -> None:
+        self._version, self._base = version, base
+        self._deltas = deltas
+        self._file: BinaryIO | None = None
+        self._kept: dict[int, Kept] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._itemsize = itemsize(version.manifest)
+
+    @property
+    def segment(self) -> str:
+        """Path of the file that is served."""
+        return self._version.manifest.segment
+
+    def chunk(self, number: int, base: str) -> Chunk | None:
+        """The chunk as a delta to `base` if that is the version before, else in full."""
+        whole = self._version.chunk(number)
+        before = self._base
+        if before is None or before.manifest.digest != base:
+            return Chunk(Encoding.FULL, whole)
+        with self._lock:
+            kept = self._kept.get(number) or self._encode(number, before, whole)
+            if kept is None or self._file is None:
+                return Chunk(Encoding.FULL, whole)
+            self._file.seek(kept.start)
+            return Chunk(kept.encoding, self._file.read(kept.length))
+
+    def _encode(self, number: int, before: Mapped, whole: memoryview) -> Kept | None:
+        if self._closed or not before.kept:
+            return None
+        encoded = encode(before.chunk(number), whole, self._itemsize)
+        # The trainer may have begun to overwrite what was just read.
+        if not before.kept or encoded.encoding is Encoding.FULL:
+            return None
+        return self._keep(number, encoded)
+
+    def _keep(self, number: int, encoded: Chunk) -> Kept:
+        if self._file is None:
+            self._file = self._deltas.open("w+b")
+        start = self._file.seek(0, 2)
+        self._file.write(encoded.payload)
+        self._file.flush()
+        kept = Kept(encoded.encoding, start, len(encoded.payload))
+        self._kept[number] = kept
+        return kept
+
+    def close(self) -> None:
+        """Remove the deltas."""
+        with self._lock:
+            self._closed = True
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+                self._deltas.unlink(missing_ok=True)
+
+
+def itemsize(manifest: Manifest) -> int:
+    """Bytes of the elements that fill most of the segment."""
+    lengths: dict[int, int] = {}
+    for spec in manifest.tensors:
+        size = ITEM_BYTES.get(spec.dtype, 1)
+        lengths[size] = lengths.get(size, 0) + spec.length
+    return max(sorted(lengths), key=lambda size: lengths[size], default=4)
+
+
+class VersionStore:
+    """Offers versions to streaming receivers, from their announcement to their release."""
+
+    def __init__(self, server: StreamServer, directory: Path, run_id: str) -> None:
+        self._server = server
+        self._stem = directory / f"libra-{run_id}-d-"
+        self._sources: dict[str, VersionSource] = {}
+        self._mapped: dict[str, Mapped] = {}
+
+    @property
+    def address(self) -> str:
+        """Where versions are streamed from."""
+        return self._server.address
+
+    def sweep(self) -> None:
+        """Remove deltas that a killed coordinator of this run left; nobody else makes any."""
+        for path in self._stem.parent.glob(f"{self._stem.name}*"):
+            path.unlink(missing_ok=True)
+
+    def offer(self, manifest: Manifest, base: Manifest | None) -> None:
+        """Serve a version from now on; a second time changes nothing.
+
+        Raises:
+            VersionGone: the segment is not there.
+        """
+        digest = manifest.digest
+        if digest in self._sources and self._sources[digest].segment == manifest.segment:
+            return
+        version = Mapped(manifest)
+        self._withdraw(digest)  # The same weights in another segment: the old one is written next.
+        before = self._mapped.get(base.digest) if base else None
+        same_shape = before is not None and before.manifest.length == manifest.length
+        source = VersionSource(
+            version, before if same_shape else None, Path(f"{self._stem}{digest[:16]}")
+        )
+        self._sources[digest], self._mapped[digest] = source, version
+        self._server.offer(digest, source)
+
+    def keep(self, read: Sequence[Manifest], base: Manifest | None) -> None:
+        """Let go of every version that is neither read nor the base of deltas."""
+        wanted = {manifest.digest for manifest in read}
+        for digest in [digest for digest in self._sources if digest not in wanted]:
+            self._withdraw(digest)
+        kept = wanted | ({base.digest} if base else set())
+        self._let_go(kept)
+
+    def _withdraw(self, digest: str) -> None:
+        source = self._sources.pop(digest, None)
+        if source is not None:
+            self._server.withdraw(digest)
+            source.close()
+
+    def _let_go(self, kept: Collection[str]) -> None:
+        for digest in [digest for digest in self._mapped if digest not in kept]:
+            self._mapped.pop(digest).kept = False
+
+    def close(self) -> None:
+        """Remove what lies in memory."""
+        self.keep([], None)
