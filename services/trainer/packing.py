@@ -69,14 +69,10 @@ def pack(
     return [Pack(tuple(batch), shared) for batch in batches]
 
 
-def deal(packs: Sequence[Pack], ranks: int) -> list[list[Pack]]:
-    """Deal micro-batches to ranks, the same number to each: short hands end with empty ones.
-
-    Every rank has to take part in every collective, so each runs equally many micro-batches.
-    """
-    rounds = -(-len(packs) // ranks)
-    padded = [*packs, *[Pack()] * (rounds * ranks - len(packs))]
-    return [padded[rank::ranks] for rank in range(ranks)]
+def cost(item: Pack, lengths: Sequence[int]) -> int:
+    """What a micro-batch costs, as a number of tokens."""
+    width = max((lengths[i] for i in item.members), default=item.shared) - item.shared
+    return MICRO_BATCH_COST + item.shared + len(item.members) * width
 
 
 def _by_prompt(sequences: Sequence[TrainingSequence]) -> dict[bytes, list[int]]:

@@ -43,6 +43,7 @@ from services.trainer.checkpoint import OPTIMIZER
 from services.trainer.model import DTYPES, Policy, load_policy, weights_to_publish
 from services.trainer.outlet import Outlet, whole
 from services.trainer.publish import COPY_TIMEOUT_S, Copier, Publisher, Segment, plan_layout
+from services.trainer.rounds import Alone, Followed, Relay, Sharing
 from services.trainer.step import Learner, StepResult, nothing
 
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -89,8 +90,11 @@ class Ranks:
         *,
         before_update: Callable[[], None] = nothing,
         between: Callable[[], None] = nothing,
+        sharing: Sharing | None = None,
     ) -> StepResult:
         """See `Learner.train`. A step of several ranks is never abandoned half-way."""
+        if self._children:
+            sharing = Relay(sharing or Alone(len(self._children) + 1), self._order)
         self._order({"order": "train", "step": step, "sequences": [_packed(s) for s in sequences]})
         return self._guarded(
             lambda: self.learner.train(
@@ -98,6 +102,7 @@ class Ranks:
                 step,
                 before_update=before_update,
                 between=nothing if self._children else between,
+                sharing=sharing,
             )
         )
 
@@ -359,7 +364,12 @@ class Child:
         match order["order"]:
             case "train":
                 sequences = [_unpacked(s) for s in order["sequences"]]
-                learner.train(sequences, order["step"], before_update=self._copier.join)
+                learner.train(
+                    sequences,
+                    order["step"],
+                    before_update=self._copier.join,
+                    sharing=Followed(lambda: _read(sys.stdin.buffer)),
+                )
             case "publish":
                 self._publish(order["segment"])
             case "weights":

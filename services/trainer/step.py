@@ -1,7 +1,7 @@
 """One optimizer step on one rank: micro-batches, gradient, clip, update, or none of it.
 
-The loss is a sum over tokens whose weights hold the averaging over the whole step, so gradients
-of micro-batches and of ranks add up, whatever the split.
+Micro-batches come in rounds, one for each rank; what replicas have computed is added between
+rounds. All ranks go through the same rounds, so their collectives meet whatever replicas do.
 """
 
 # torch and transformers are partially annotated; what they return is annotated here by hand.
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from common.config import Config
 from services.trainer.batch import TrainingSequence, token_weights
-from services.trainer.losses import SUMS, Clipping, TokenLogprobs, policy_loss, token_sums
-from services.trainer.model import DTYPES, MicroBatch, Policy, micro_batch
-from services.trainer.packing import Pack, deal, plan
+from services.trainer.gradients import GradientLayout, add_gradient
+from services.trainer.losses import SUMS
+from services.trainer.model import Policy
+from services.trainer.packing import Pack, plan
+from services.trainer.pieces import Piece, Pieces, Totals
+from services.trainer.rounds import Alone, Sharing, Sum, Work, in_rounds
+
+Proximal: TypeAlias = dict[tuple[int, ...], Tensor] | None
+"""Of each round, this rank's log-probabilities at the start of the step; None: as they are."""
 
 
 class StepAbandoned(Exception):
@@ -38,25 +45,6 @@ class StepResult:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One micro-batch with what its loss needs, a number per action token each."""
-
-    batch: MicroBatch
-    behaviour: Tensor
-    advantages: Tensor
-    weights: Tensor
-
-
-@dataclass(slots=True)
-class _Totals:
-    """What the metrics are made of, summed over the tokens of this rank."""
-
-    loss: Tensor
-    sums: Tensor
-    worst: Tensor
-
-
 def nothing() -> None:
     """The default of the hooks."""
 
@@ -70,11 +58,9 @@ class Learner:
     def __init__(self, policy: Policy, config: Config, *, rank: int = 0, ranks: int = 1) -> None:
         self.policy = policy
         self.rank, self.ranks = rank, ranks
-        self.temperature = config.sampling.temperature
         self.training = training = config.training
-        self.clipping = Clipping(training.clip_low, training.clip_high, training.importance_cap)
-        self.device = next(policy.parameters()).device
-        self.compute_dtype = DTYPES[training.compute_dtype]
+        self.pieces = Pieces(policy, config)
+        self.layout = GradientLayout.of(policy)
         self.optimizer = torch.optim.AdamW(
             policy.parameters(),
             lr=training.learning_rate,
@@ -90,6 +76,7 @@ class Learner:
         *,
         before_update: Callable[[], None] = nothing,
         between: Callable[[], None] = nothing,
+        sharing: Sharing | None = None,
     ) -> StepResult:
         """Do step number `step` (1-based) with the sequences of its batch.
 
@@ -98,6 +85,7 @@ class Learner:
             step: decides the learning rate during warm-up.
             before_update: called before weights change.
             between: called between micro-batches until weights change; may raise.
+            sharing: deals the micro-batches of a step of one update; None: nobody helps.
         """
         if all(sequence.advantage == 0.0 for sequence in sequences):
             return StepResult("zero_variance", {})
@@ -105,9 +93,12 @@ class Learner:
         parts = split(sequences, self.training.minibatches)
         proximal = self._proximal(sequences, between) if len(parts) > 1 else [None]
         results: list[StepResult] = []
+        if sharing is None or len(parts) > 1:
+            sharing = Alone(self.ranks)
         for part, known in zip(parts, proximal, strict=True):
             taken = any(not result.skipped for result in results)
-            results.append(self._update(part, known, before_update, nothing if taken else between))
+            totals = self._accumulate(part, known, nothing if taken else between, sharing)
+            results.append(self._update(totals, before_update))
         return _merged(results, {"lr": rate, "sequences/trained": float(len(sequences))})
 
     def _set_learning_rate(self, step: int) -> float:
@@ -117,55 +108,69 @@ class Learner:
             group["lr"] = rate
         return rate
 
-    def _pieces(self, sequences: Sequence[TrainingSequence]) -> list[_Piece]:
-        """This rank's micro-batches."""
+    def _work(self, sequences: Sequence[TrainingSequence]) -> Work:
+        """The micro-batches of one update; every rank finds the same."""
         weights = token_weights(sequences, self.training.loss_average)
         limit = self.training.micro_batch_tokens
         # FSDP frees a layer's weights before the gradient of shared keys and values needs them.
         share = self.ranks == 1 and self.policy.shares_prefix
-        packs = deal(plan(sequences, limit, share=share), self.ranks)[self.rank]
-        return [self._piece(pack, sequences, weights) for pack in packs]
+        return Work(sequences, weights, plan(sequences, limit, share=share))
 
-    def _piece(
-        self, pack: Pack, batch: Sequence[TrainingSequence], batch_weights: Sequence[float]
-    ) -> _Piece:
-        sequences = [batch[i] for i in pack.members]
-        weights = [batch_weights[i] for i in pack.members]
-        counts = torch.tensor([len(s.actions) for s in sequences], dtype=torch.int64)
-
-        def per_token(values: list[float]) -> Tensor:
-            return torch.tensor(values).repeat_interleave(counts).to(self.device)
-
-        behaviour = [torch.tensor(s.behaviour) for s in sequences]
-        return _Piece(
-            micro_batch(sequences, self.device, shared=pack.shared),
-            (torch.cat(behaviour) if behaviour else torch.empty(0)).to(self.device),
-            per_token([s.advantage for s in sequences]),
-            per_token(weights),
-        )
+    def _piece(self, work: Work, round_packs: Sequence[int]) -> Piece:
+        """This rank's share of a round; where packs run short, an empty one."""
+        mine = self.rank < len(round_packs)
+        pack = work.packs[round_packs[self.rank]] if mine else Pack()
+        return self.pieces.lay_out(pack, work.sequences, work.weights)
 
     @torch.no_grad()
     def _proximal(
         self, sequences: Sequence[TrainingSequence], between: Callable[[], None]
-    ) -> list[list[Tensor] | None]:
-        """Log-probabilities before the first of several updates, by minibatch and piece."""
-        known: list[list[Tensor] | None] = []
+    ) -> list[Proximal]:
+        """Log-probabilities before the first of several updates, by minibatch and round."""
+        known: list[Proximal] = []
         for part in split(sequences, self.training.minibatches):
-            logprobs: list[Tensor] = []
-            for piece in self._pieces(part):
+            logprobs: dict[tuple[int, ...], Tensor] = {}
+            work = self._work(part)
+            for packs in in_rounds(len(work.packs), self.ranks):
                 between()
-                logprobs.append(self._logprobs(piece))
+                logprobs[packs] = self.pieces.logprobs(self._piece(work, packs))
             known.append(logprobs)
         return known
 
-    def _update(
+    def _accumulate(
         self,
         sequences: Sequence[TrainingSequence],
-        proximal: list[Tensor] | None,
-        before_update: Callable[[], None],
+        proximal: Proximal,
         between: Callable[[], None],
-    ) -> StepResult:
-        totals = self._accumulate(sequences, proximal, between)
+        sharing: Sharing,
+    ) -> Totals:
+        """Add up the gradient of all micro-batches, by this rank and by replicas."""
+        work, totals = self._work(sequences), Totals(self.pieces.device)
+        sharing.begin(work)
+        try:
+            while (due := sharing.next(between)) is not None:
+                between()
+                if isinstance(due, Sum):
+                    self._add(due, totals)
+                    continue
+                # With one update per step the proximal policy is the current one.
+                fixed = None if proximal is None else proximal[due.packs]
+                piece = self._piece(work, due.packs)
+                # FSDP averages gradients over ranks; the weights already hold the true totals.
+                self.pieces.accumulate(piece, totals, proximal=fixed, scale=self.ranks)
+        finally:
+            sharing.end()
+        return totals
+
+    def _add(self, due: Sum, totals: Totals) -> None:
+        """Add what a replica has computed: this rank's rows of it."""
+        add_gradient(self.policy, self.layout, due, rank=self.rank, ranks=self.ranks)
+        if due.sums:
+            totals.add_report(due.sums)
+        if self.ranks > 1:
+            dist.barrier()  # Rank 0 lets go of the file afterwards.
+
+    def _update(self, totals: Totals, before_update: Callable[[], None]) -> StepResult:
         norm = self._clip_gradient()
         metrics = _metrics(self._reduced(totals), norm)
         if not (math.isfinite(norm) and math.isfinite(metrics["loss/policy"])):
@@ -176,42 +181,13 @@ class Learner:
         self.optimizer.zero_grad()
         return StepResult("", metrics)
 
-    def _accumulate(
-        self,
-        sequences: Sequence[TrainingSequence],
-        proximal: list[Tensor] | None,
-        between: Callable[[], None],
-    ) -> _Totals:
-        """Add up the gradient of all micro-batches of this rank."""
-        zero = torch.zeros((), device=self.device)
-        totals = _Totals(zero, torch.zeros(len(SUMS), device=self.device), zero)
-        for number, piece in enumerate(self._pieces(sequences)):
-            between()
-            current = self._logprobs(piece)
-            # With one update per step the proximal policy is the current one.
-            fixed = current.detach() if proximal is None else proximal[number]
-            logprobs = TokenLogprobs(current, fixed, piece.behaviour)
-            loss = policy_loss(logprobs, piece.advantages, piece.weights, self.clipping)
-            # FSDP averages gradients over ranks; the weights already hold the true totals.
-            (loss * self.ranks).backward()
-            sums, worst = token_sums(logprobs, piece.advantages, self.clipping)
-            totals.loss = totals.loss + loss.detach()
-            totals.sums += sums
-            totals.worst = torch.maximum(totals.worst, worst)
-        return totals
-
-    def _logprobs(self, piece: _Piece) -> Tensor:
-        lower = self.compute_dtype is not torch.float32
-        with torch.autocast(self.device.type, self.compute_dtype, enabled=lower):
-            return self.policy(piece.batch, self.temperature)
-
     def _clip_gradient(self) -> float:
         """Scale the gradient to `grad_norm_max`; return its norm before, over all ranks."""
         parameters = [p for p in self.policy.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.training.grad_norm_max)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
-    def _reduced(self, totals: _Totals) -> _Totals:
+    def _reduced(self, totals: Totals) -> Totals:
         """The totals of all ranks."""
         if self.ranks > 1:
             summed = torch.cat([totals.loss[None], totals.sums])
@@ -228,7 +204,7 @@ def split(sequences: Sequence[TrainingSequence], parts: int) -> list[Sequence[Tr
     return [sequences[low:high] for low, high in pairwise(bounds)]
 
 
-def _metrics(totals: _Totals, norm: float) -> dict[str, float]:
+def _metrics(totals: Totals, norm: float) -> dict[str, float]:
     sums = dict(zip(SUMS, totals.sums.tolist(), strict=True))
     tokens = sums["tokens"]
     return {

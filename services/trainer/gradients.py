@@ -1,0 +1,224 @@
+"""Gradient sums between processes: one flat array in a file on a memory file system.
+
+All trainable parameters in the model's order, in one of two dtypes. The replica writes it and
+hashes each chunk; the core checks hashes and numbers in a helper thread before the training thread
+sees it; each rank of the core adds its own rows.
+"""
+
+# torch and transformers are partially annotated; what they return is annotated here by hand.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from common.errors import LibraError
+from common.messages.blob import Blob
+from services.trainer.rounds import Sum
+
+CHUNK_BYTES = 4 * 2**20
+"""A multiple of every element's size."""
+WIRE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+WIRE_NAMES = {"float32": "F32", "bfloat16": "BF16"}
+"""By `training.gradient_dtype`."""
+
+
+class GradientUnsound(LibraError):
+    """A gradient is not what its sender says, or not a number."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one parameter lies in the array, in elements."""
+
+    shape: tuple[int, ...]
+    first: int
+    count: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its view."""
+        return flat[self.first : self.first + self.count].view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLayout:
+    """Which element of the array belongs to which parameter."""
+
+    places: tuple[Place, ...]
+    count: int
+    digest: str
+    """Of names and shapes: two processes with equal digests mean the same."""
+
+    @staticmethod
+    def of(policy: nn.Module) -> "GradientLayout":
+        """Of all trainable parameters, tied ones once; the same on every rank."""
+        places: list[Place] = []
+        count, names = 0, blake3.blake3()
+        for name, parameter in trainable(policy):
+            shape = tuple(parameter.shape)
+            places.append(Place(shape, count, parameter.numel()))
+            count += parameter.numel()
+            names.update(f"{name} {shape}\n".encode())
+        return GradientLayout(tuple(places), count, names.hexdigest())
+
+    def length(self, dtype: str) -> int:
+        """Bytes of the array."""
+        return self.count * WIRE_DTYPES[dtype].itemsize
+
+
+def trainable(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that have gradients, in the model's order."""
+    return ((n, p) for n, p in policy.named_parameters() if p.requires_grad)
+
+
+class GradientFile:
+    """Where a replica writes; a new file whenever somebody may still read the old one."""
+
+    def __init__(self, path: Path, layout: GradientLayout, dtype: str) -> None:
+        self._path, self._layout, self._dtype = path, layout, dtype
+        self._memory: mmap.mmap | None = None
+
+    @torch.no_grad()
+    def write(self, policy: nn.Module, residual: Tensor | None) -> Blob:
+        """Write the parameters' gradients.
+
+        Args:
+            policy: its `grad`s are the sum; None counts as zero.
+            residual: float32, what rounding took away before; holds afterwards what it takes away
+                now. None: nothing is fed back.
+        """
+        memory = self._map()
+        flat = torch.frombuffer(memory, dtype=WIRE_DTYPES[self._dtype])
+        for (_, parameter), place in zip(trainable(policy), self._layout.places, strict=True):
+            written = place.of(flat)
+            if residual is not None:
+                exact = place.of(residual)
+                if parameter.grad is not None:
+                    exact += parameter.grad.to(exact.device)
+                written.copy_(exact)
+                exact -= written
+            elif parameter.grad is None:
+                written.zero_()
+            else:
+                written.copy_(parameter.grad)
+        hashes = list(chunk_hashes(memoryview(memory)))
+        name = blake3.blake3(b"".join(h.to_bytes(8, "little") for h in hashes))
+        return Blob(
+            path=str(self._path),
+            length=len(memory),
+            chunk_bytes=CHUNK_BYTES,
+            chunks=hashes,
+            digest=name.hexdigest(),
+        )
+
+    def discard(self) -> None:
+        """Never write to this file again: somebody may still read it."""
+        self._path.unlink(missing_ok=True)
+        self._memory = None
+
+    def _map(self) -> mmap.mmap:
+        if self._memory is None:
+            self._path.unlink(missing_ok=True)  # Of a process that was killed.
+            self._memory = _create(self._path, self._layout.length(self._dtype))
+        return self._memory
+
+
+def _create(path: Path, length: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Taken now: a full memory file system is an error here and a SIGBUS later.
+        os.posix_fallocate(descriptor, 0, length)
+        return mmap.mmap(descriptor, length)
+    finally:
+        os.close(descriptor)
+
+
+def chunk_hashes(content: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[int]:
+    """xxh3-64 of each chunk."""
+    for first in range(0, len(content), chunk_bytes):
+        yield xxhash.xxh3_64_intdigest(content[first : first + chunk_bytes])
+
+
+class ReceivedGradient:
+    """An open gradient file; it stays readable when its name is removed."""
+
+    def __init__(self, path: str) -> None:
+        """Open it.
+
+        Raises:
+            FileNotFoundError: it is not on this host.
+        """
+        self._descriptor: int | None = os.open(path, os.O_RDONLY)
+
+    @property
+    def path(self) -> str:
+        """Where any process of this user can open it, until it is closed."""
+        assert self._descriptor is not None
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def check(self, blob: Blob, dtype: str) -> None:
+        """Compare hashes, and look for what is not a number. Runs at memory speed, in a thread.
+
+        Raises:
+            GradientUnsound: it is not what the blob says, or not finite.
+        """
+        assert self._descriptor is not None
+        if os.fstat(self._descriptor).st_size != blob.length:
+            raise GradientUnsound("length")
+        memory = _mapped(self.path)
+        if list(chunk_hashes(memoryview(memory), blob.chunk_bytes)) != blob.chunks:
+            raise GradientUnsound("digest")
+        flat = torch.frombuffer(memory, dtype=WIRE_DTYPES[dtype])
+        step = CHUNK_BYTES // flat.itemsize
+        for part in flat.split(step):
+            exact = part.float()
+            # Not finite as soon as one element is not, or is beyond all measure.
+            if not torch.dot(exact, exact).isfinite():
+                raise GradientUnsound("not finite")
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@torch.no_grad()
+def add_gradient(
+    policy: nn.Module, layout: GradientLayout, due: Sum, *, rank: int, ranks: int
+) -> None:
+    """Add a checked gradient sum to the parameters' gradients: of each, the rows of this rank."""
+    flat = torch.frombuffer(_mapped(due.path), dtype=WIRE_DTYPES[due.dtype])
+    for (_, parameter), place in zip(trainable(policy), layout.places, strict=True):
+        whole = place.of(flat)
+        if parameter.grad is None:
+            if not whole.any():  # A parameter that is not used has no gradient, here as there.
+                continue
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            rows = grad.to_local()
+            share = -(-place.shape[0] // ranks)
+            first = min(rank * share, place.shape[0])
+            rows += whole[first : first + rows.shape[0]].to(rows.device)
+        else:
+            grad += whole.to(grad.device)
+
+
+def _mapped(path: str) -> mmap.mmap:
+    """The file, mapped privately: nothing that is done to it reaches the file."""
+    with Path(path).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
