@@ -89,7 +89,9 @@ class Crew:
         self._done: Callable[[], None] | None = None
         """What follows when the round that the core is in has ended."""
         self.wait_s = 0.0
-        """Seconds that the core has waited for replicas in this step."""
+        """Seconds that the core has waited for replicas in this update…"""
+        self.loop_s = 0.0
+        """…and that it has spent on them: deciding, and adding what they returned."""
 
     def serve_on(self, mesh: Mesh) -> None:
         """Answer replicas; until `prepare` there is no work."""
@@ -113,17 +115,20 @@ class Crew:
             "replicas/micro_batches": float(tally.replicas),
             "replicas/again": float(tally.again),
             "time/wait_replicas": self.wait_s,
+            "time/loop_replicas": self.loop_s,
         }
 
     # ── the training thread ──────────────────────────────────────────────────────────────────
 
     def begin(self, work: Work) -> None:
         """See `Sharing`."""
+        began = self._clock()
         lengths = [len(sequence.tokens) for sequence in work.sequences]
         with self._changed:
             self._work, self.wait_s = work, 0.0
             self._leases.begin([cost(pack, lengths) for pack in work.packs])
         self._tell()
+        self.loop_s = self._clock() - began
 
     def next(self, between: Callable[[], None]) -> Round | None:
         """See `Sharing`."""
@@ -137,22 +142,25 @@ class Crew:
 
     def look(self) -> Round | Wait | None:
         """What the core does now; the round before is done."""
+        began = self._clock()
         with self._changed:
             if self._done is not None:
                 self._done()
                 self._done = None
                 self._tell()
-            return self._begin_round(self._leases.next(self._clock(), self._ranks))
+            due = self._begin_round(self._leases.next(self._clock(), self._ranks))
+        self.loop_s += self._clock() - began
+        return due
 
     def _begin_round(self, decision: Decision) -> Round | Wait | None:
+        began = self._clock()
         match decision:
             case Own(packs):
-                began = self._clock()
                 self._done = lambda: self._leases.ran(packs, self._clock() - began)
                 return decision
             case Add(number):
                 incoming = self._incoming.pop(number)
-                self._done = lambda: self._settle(incoming, counted=True)
+                self._done = lambda: self._settle_added(incoming, began)
                 return incoming.due
             case Wait():
                 return decision
@@ -170,6 +178,10 @@ class Crew:
             for incoming in self._incoming.values():
                 self._settle(incoming, counted=False)
             self._incoming.clear()
+
+    def _settle_added(self, incoming: _Incoming, began: float) -> None:
+        self.loop_s += self._clock() - began
+        self._settle(incoming, counted=True)
 
     def _settle(self, incoming: _Incoming, *, counted: bool) -> None:
         incoming.file.close()

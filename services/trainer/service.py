@@ -21,12 +21,14 @@ import structlog
 
 from common.errors import RunFailed
 from common.membership import Membership
+from common.messages.coordinator import MemberUpdate
 from common.messages.scheduler import GroupData, StepFinished
 from common.messages.trainer import GetTrainerStatus, TrainerStatus
 from common.service import Runtime
 from common.weights import NO_VERSION, version_id
 from services.trainer import checkpoint
 from services.trainer.batch import TrainingSequence, batch_sequences
+from services.trainer.crew import Crew
 from services.trainer.model import DTYPES
 from services.trainer.peers import Peers
 from services.trainer.publish import COPY_TIMEOUT_S, Publisher, Segment
@@ -88,7 +90,11 @@ class TrainerService:
         with (
             ThreadPoolExecutor(1, "libra-train") as self._train_thread,
             ThreadPoolExecutor(1, "libra-copy") as copy_thread,
+            ThreadPoolExecutor(1, "libra-gradients") as gradient_thread,
         ):
+            self._crew = Crew(self._training.ranks, gradient_thread)
+            self._crew.serve_on(self._runtime.mesh)
+            self._membership.on_change(self._note_departure)
             self._publisher = Publisher(
                 self._segments,
                 self._runtime.run_id,
@@ -109,6 +115,7 @@ class TrainerService:
 
     async def _work(self) -> None:
         ranks = await self._in_thread(self._load)
+        self._crew.prepare(ranks.learner.layout)
         try:
             await self._begin(ranks)
             try:
@@ -163,11 +170,13 @@ class TrainerService:
             if self._stopping.is_set():
                 raise StepAbandoned
 
+        self._crew.expect(self._step + 1, version_id(self._lineage, self._step))
         return ranks.train(
             sequences,
             self._step + 1,
             before_update=self._publisher.join,
             between=abandon_when_stopping,
+            sharing=self._crew,
         )
 
     async def _next_batch(self) -> Batch | None:
@@ -190,7 +199,7 @@ class TrainerService:
     ) -> bool:
         """Publish and report a step; True when the run is over."""
         attempt = self._skipped
-        metrics = result.metrics | self._times(batch, train_s)
+        metrics = result.metrics | self._times(batch, train_s) | self._crew.metrics
         if result.skipped:
             self._skipped += 1
             self._nonfinite += result.skipped == "nonfinite"
@@ -312,6 +321,10 @@ class TrainerService:
 
         await self._in_thread(save)
         self._saved = self._step
+
+    def _note_departure(self, update: MemberUpdate) -> None:
+        if update.gone:
+            self._crew.lost(update.member.peer)
 
     def _status(self, sender: str, request: GetTrainerStatus) -> TrainerStatus:
         return TrainerStatus(
