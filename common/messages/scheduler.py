@@ -1,6 +1,7 @@
 """What the scheduler receives: turns from workers, batches and steps from the trainer."""
 
 from common.messages.base import Message, Request, Wire
+from common.messages.coordinator import SlotStatus
 from common.trajectory import FailureKind, StopReason, ToolStatus
 
 
@@ -238,6 +239,8 @@ class RunStatus(Message):
     """The newest row of `metrics.jsonl`."""
     waiting_for: str
     """What the next step waits for."""
+    slots: list[SlotStatus] = []
+    """The hybrid ones, as the coordinator saw them last."""
 
 
 class GetRunStatus(Request[RunStatus]):

@@ -39,6 +39,7 @@ from common.service import Runtime
 from services.scheduler.book import Book
 from services.scheduler.learning import remembered
 from services.scheduler.ledger import FileLedger, Ledger, trained_after, turns_of
+from services.scheduler.planning import Planning
 from services.scheduler.pulse import Pulse
 from services.scheduler.records import MetaRow
 from services.scheduler.routing.policy import Policy
@@ -100,6 +101,7 @@ class SchedulerService:
         """Rollout workers that left since the last look."""
         self._expire_at = 0.0
         self._watch = Watch(self._membership)
+        self._planning = Planning(self._membership, self._config)
         self._told = asyncio.Event()
         """The trainer has been told that the run failed."""
 
@@ -362,9 +364,11 @@ class SchedulerService:
         async with self._history:
             await self._ledger.room()
             step = self._book.step
-            reply, outcome = self._book.step_finished(finished, self._watch.idle(), _now())
+            extra = self._watch.idle() | self._planning.metrics
+            reply, outcome = self._book.step_finished(finished, extra, _now())
             if self._book.step > step:
                 self._watch.step_finished()
+                self._planning.step_finished(self._watch.fleet, self._book, self._tasks)
             await self._commit(outcome)
         self._changed.beat()
         self._note_told(stop=reply.stop)
@@ -387,7 +391,7 @@ class SchedulerService:
     # ── people ───────────────────────────────────────────────────────────────────────────────
 
     def _run_status(self, _sender: str, _request: GetRunStatus) -> RunStatus:
-        return run_status(self._book, _now())
+        return run_status(self._book, _now(), self._watch.fleet.slots)
 
 
 def _now() -> float:

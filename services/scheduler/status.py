@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
+from common.messages.coordinator import SlotStatus
 from common.messages.scheduler import RunStatus
 from common.weights import NO_VERSION, lineage_of, step_of
 from services.scheduler.groups import Groups
@@ -91,8 +92,8 @@ def _why_unplaced(book: Standing) -> str:
     return f"workers have weights of step {newest}, the trainer has done {book.step}"
 
 
-def run_status(book: Standing, now: float) -> RunStatus:
-    """Everything that people are shown."""
+def run_status(book: Standing, now: float, slots: Sequence[SlotStatus] = ()) -> RunStatus:
+    """Everything that people are shown. `slots` are the hybrid ones, by the coordinator's word."""
     trajectories = Counter(book.groups.ended_trajectories)
     trajectories.update(t.row.state for t in book.groups.trajectories.values())
     groups = Counter(book.groups.ended_groups)
@@ -108,4 +109,5 @@ def run_status(book: Standing, now: float) -> RunStatus:
         workers=workers,
         last_metrics=book.last_metrics,
         waiting_for=waiting_for(book, now),
+        slots=list(slots),
     )

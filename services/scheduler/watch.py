@@ -37,6 +37,11 @@ class Watch:
                 log.debug("fleet.unknown", reason=type(error).__name__)
             await asyncio.sleep(INTERVAL_S)
 
+    @property
+    def fleet(self) -> Fleet:
+        """As the coordinator saw it at the last look."""
+        return self._fleet
+
     def step_finished(self) -> None:
         """Count from here for the next step."""
         self._at_step = {
