@@ -76,7 +76,7 @@ class Members:
         self.entries[peer] = replace(
             entry,
             heard_s=now,
-            version=max(entry.version, beat.version),
+            version=_version_now(entry, beat),
             loop_lag_s=beat.loop_lag_s,
             busy_s=beat.busy_s,
             uptime_s=beat.uptime_s,
@@ -144,3 +144,10 @@ class Members:
         self.number += 1
         self._updates.append(MemberUpdate(number=self.number, member=member, gone=gone))
         del self._updates[:-UPDATES_KEPT]
+
+
+def _version_now(entry: Entry, beat: Heartbeat) -> int:
+    """It may have sent this before it acknowledged; a tenant that has slept has no weights."""
+    if beat.awake and beat.fence == entry.fence:
+        return max(entry.version, beat.version)
+    return beat.version

@@ -24,11 +24,14 @@ from common.messages.coordinator import (
     Register,
     Registered,
     SegmentsInUse,
+    SetSplit,
+    SplitSet,
     VersionAccepted,
 )
 from common.service import Runtime, publish_coordinator
 from services.coordinator.fanout import Describe, Fanout, describe_in_thread
 from services.coordinator.members import Members
+from services.coordinator.slot_orders import SlotOrders
 from services.coordinator.versions import Versions
 
 if TYPE_CHECKING:
@@ -66,6 +69,9 @@ class CoordinatorService:
             describe,
             self._evict,
         )
+        self._slots = SlotOrders(
+            runtime, self._members, lambda: self._versions.version, self._evict, self._fanout.wake
+        )
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until asked to stop."""
@@ -91,11 +97,13 @@ class CoordinatorService:
         mesh.serve(PublishVersion, self._publish)
         mesh.serve(GetSegmentsInUse, self._segments_in_use)
         mesh.serve(GetFleet, self._fleet)
+        mesh.serve(SetSplit, self._set_split)
         publish_coordinator(self._runtime.run_dir, self._mesh.address, self._runtime.run_id)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch(tasks), name="coordinator.watch")
             await stopping.wait()
             watch.cancel()
+            self._slots.close()
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         """Expire leases and send due orders, at every tick and at every event."""
@@ -104,6 +112,7 @@ class CoordinatorService:
         while True:
             for member in self._members.expire(loop.time()):
                 self._gone(member, "lease_lapsed")
+            self._slots.look(tasks, loop.time())
             self._fanout.send_due(tasks, loop.time())
             wake.clear()
             try:
@@ -117,6 +126,8 @@ class CoordinatorService:
     def _register(self, sender: str, request: Register) -> Registered:
         if request.member.peer != sender:
             raise RequestRefused(Refusal.INVALID, "a member registers itself only")
+        if self._slots.is_evicted(sender, awake=request.awake):
+            raise RequestRefused(Refusal.STALE_FENCE, "it must yield its slot first")
         now = asyncio.get_running_loop().time()
         for old in self._members.register(
             request.member,
@@ -177,6 +188,9 @@ class CoordinatorService:
     def _segments_in_use(self, _sender: str, _request: GetSegmentsInUse) -> SegmentsInUse:
         return SegmentsInUse(segments=self._fanout.segments_in_use())
 
+    def _set_split(self, sender: str, request: SetSplit) -> SplitSet:
+        return self._slots.set_split(sender, request)
+
     # ── status ───────────────────────────────────────────────────────────────────────────────
 
     def _fleet(self, _sender: str, _request: GetFleet) -> Fleet:
@@ -199,4 +213,5 @@ class CoordinatorService:
             ],
             version=self._versions.version,
             versions_published=self._versions.published,
+            slots=self._slots.status(now),
         )

@@ -53,10 +53,12 @@ class SlotOrders:
         members: Members,
         newest: Callable[[], int],
         evict: Callable[[str], None],
+        wake: asyncio.Event,
     ) -> None:
         config = runtime.config
         self._mesh: Mesh = runtime.mesh
         self._members, self._newest, self._evict = members, newest, evict
+        self._wake = wake
         self._lease_s = config.coordinator.lease_s
         self._limits = Limits(
             lease_s=config.coordinator.lease_s,
@@ -70,6 +72,7 @@ class SlotOrders:
         self._split = _SplitFile(runtime.run_dir / SPLIT_FILE, runtime.run_id)
         self._held_until_s = -inf
         self._tasks: asyncio.TaskGroup | None = None
+        self._telling: set[asyncio.Task[None]] = set()
 
     def look(self, tasks: asyncio.TaskGroup, now: float) -> None:
         """Take in what members say of themselves, and do what follows."""
@@ -78,7 +81,7 @@ class SlotOrders:
         if not self._slots:
             self._begin(now)
         self._tasks = tasks
-        for entry in self._members.entries.values():
+        for entry in list(self._members.entries.values()):  # An eviction takes one away.
             slot = entry.member.labels.get("slot", "")
             side = SIDES.get(entry.member.role)
             if slot in self._slots and side is not None:
@@ -104,11 +107,17 @@ class SlotOrders:
             log.info("split.set", train=request.train, by=request.by, peer=sender)
         self._train = request.train
         self._split.write(self._train)
+        self._wake.set()
         return SplitSet(train=request.train, rollout=request.rollout)
 
     def is_evicted(self, peer: str, *, awake: bool) -> bool:
         """Whether a process is answered no more, until it says that it has yielded."""
         return awake and any(slot.evicted == peer for slot in self._slots.values())
+
+    def close(self) -> None:
+        """Wait for no answer any more."""
+        for task in self._telling:
+            task.cancel()
 
     def status(self, now: float) -> list[SlotStatus]:
         """Where each slot stands."""
@@ -143,8 +152,7 @@ class SlotOrders:
         for command in commands:
             match command:
                 case Tell():
-                    assert self._tasks is not None
-                    self._tasks.create_task(self._tell(slot, command), name=f"order of {slot}")
+                    self._begin_telling(slot, command)
                 case Evict(peer):
                     log.warning("slot.evicted", slot=slot, peer=peer, fence=state.fence)
                     self._evict(peer)
@@ -159,6 +167,12 @@ class SlotOrders:
                         load_s=times.load_s,
                     )
 
+    def _begin_telling(self, slot: str, order: Tell) -> None:
+        assert self._tasks is not None
+        task = self._tasks.create_task(self._tell(slot, order), name=f"order of {slot}")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
     async def _tell(self, slot: str, order: Tell) -> None:
         try:
             event = await self._ask(order)
@@ -168,6 +182,7 @@ class SlotOrders:
         except TransportError:
             event = Unanswered(order.fence)
         self._happened(slot, event)
+        self._wake.set()
 
     async def _ask(self, order: Tell) -> Event:
         """Send one order.
