@@ -230,6 +230,7 @@ class SingleLoop:
         parser = PARSERS[config.rollout.tool_format]
         return Equipment(
             engine=engine,
+            sampler=engine,
             renderer=Renderer(load_tokenizer(config.model.path), parser, config.model.path),
             parser=parser,
             tools=tools,

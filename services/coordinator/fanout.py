@@ -72,6 +72,7 @@ class Fanout:
         self._describe, self._evict = describe, evict
         self._without_model = {b.name for b in config.buckets if b.engine == "fake"}
         self._publishing = asyncio.Lock()
+        self._fences: dict[str, int] = {}
         self.store: VersionStore | None = None
         """Where other hosts stream from; None where all see one memory file system."""
         self.wake = asyncio.Event()
@@ -123,11 +124,7 @@ class Fanout:
 
     def send_due(self, tasks: asyncio.TaskGroup, now: float) -> None:
         """Start what is due now; call it at every tick and at every event."""
-        receivers = {
-            peer: _receiver(entry)
-            for peer, entry in self._members.entries.items()
-            if entry.member.role in RECEIVERS and entry.awake
-        }
+        receivers = self._receivers()
         self._versions.forget_hosts(receivers)
         address = self.store.address if self.store is not None else ""
         for fetch in self._versions.fetches(receivers.values(), address, now):
@@ -141,6 +138,19 @@ class Fanout:
         )
         for peer, manifest in due:
             tasks.create_task(self._apply(peer, manifest), name=f"apply {peer}")
+
+    def _receivers(self) -> dict[str, Receiver]:
+        """Who can take a version. A slot's tenant that has slept since has lost what it had."""
+        entries = {
+            peer: entry
+            for peer, entry in self._members.entries.items()
+            if entry.member.role in RECEIVERS
+        }
+        for peer, entry in entries.items():
+            if not entry.awake or self._fences.get(peer) != entry.fence:
+                self._versions.slept(peer)
+        self._fences = {peer: entry.fence for peer, entry in entries.items()}
+        return {peer: _receiver(entry) for peer, entry in entries.items() if entry.awake}
 
     async def _fetch(self, fetch: Fetch) -> None:
         """Have one worker bring a version to its host."""

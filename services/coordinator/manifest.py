@@ -5,9 +5,7 @@ import mmap
 from pathlib import Path
 from typing import Any
 
-import xxhash
-from blake3 import blake3
-
+from common.digests import digest_of, hash_pieces
 from common.errors import LibraError
 from common.messages.coordinator import Manifest, TensorSpec
 
@@ -38,7 +36,7 @@ def build_manifest(version: int, segment: str) -> Manifest:
             memoryview(content) as view,
         ):
             tensors = read_table(segment, view)
-            chunks = hash_chunks(view, CHUNK_BYTES)
+            chunks = hash_pieces([view], CHUNK_BYTES)
             length = len(view)
     except (OSError, ValueError) as error:
         raise SegmentUnreadable(segment, str(error)) from error
@@ -70,20 +68,6 @@ def read_table(segment: str, view: memoryview) -> list[TensorSpec]:
         if tensor.offset + tensor.length > len(view):
             raise SegmentUnreadable(segment, f"{tensor.name} ends past the end of the file")
     return tensors
-
-
-def hash_chunks(view: memoryview, chunk_bytes: int) -> list[int]:
-    """xxh3-64 of each chunk, as signed-free integers below 2**64."""
-    return [
-        xxhash.xxh3_64_intdigest(view[start : start + chunk_bytes])
-        for start in range(0, len(view), chunk_bytes)
-    ]
-
-
-def digest_of(tensors: list[TensorSpec], chunks: list[int]) -> str:
-    """blake3 over the tensor table and the chunk hashes: the name of the content."""
-    table = [[t.name, t.dtype, t.shape, t.offset, t.length] for t in tensors]
-    return blake3(json.dumps([table, chunks]).encode()).hexdigest()
 
 
 def _spec(name: str, entry: dict[str, Any], start: int) -> TensorSpec:

@@ -226,6 +226,10 @@ class Versions:
         self.quarantined.add(peer)
         return fresh
 
+    def slept(self, peer: str) -> None:
+        """The worker holds no weights any more."""
+        self.judged.pop(peer, None)
+
     def gone(self, peer: str) -> None:
         """Forget a worker that left."""
         for known in (self.applying, self.fetching, self.failures, self.judged):

@@ -93,8 +93,15 @@ class Engine(Protocol):
     version: int
     """Applied policy version; `NO_VERSION` until the first `apply_weights`, and until then
     `generate` refuses."""
+    digest: str
+    """Of the applied version, by what lies in the engine's memory after the swap."""
     context_tokens_max: int
     """Longest context plus generation."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids; known once started."""
+        ...
 
     async def start(self) -> None:
         """Load the model and be ready for `apply_weights`."""

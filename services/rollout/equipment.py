@@ -6,7 +6,7 @@ from typing import Protocol
 
 from common.messages.scheduler import TurnFinished, TurnRecorded
 from common.messages.tools import SessionGraded, SessionOpened, ToolReturned, TranscriptTurn
-from services.rollout.engine import Engine
+from services.rollout.engine import Engine, GenerateRequest, Generation
 from services.rollout.limits import Limits
 from services.rollout.moves import Miss
 from services.rollout.parsers import Parser
@@ -81,11 +81,20 @@ class NoCaches:
         return Miss.NO_SOURCE
 
 
+class Sampler(Protocol):
+    """What generations pass through: the engine, or `Updates` before it."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Continue one context, as `Engine.generate`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Equipment:
     """What the trajectories of one worker share."""
 
     engine: Engine
+    sampler: Sampler
     renderer: Renderer
     parser: Parser
     tools: Tools

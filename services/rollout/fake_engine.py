@@ -67,6 +67,7 @@ class FakeEngine:
         self.version = NO_VERSION
         self.digest = ""
         self.context_tokens_max = context_tokens_max
+        self.vocabulary = VOCABULARY.stop
         self.lies_about_applying = False
         self.prefix_hits: Counter[int] = Counter()
         """Requests whose prefix was cached, by the version that had computed it."""

@@ -232,7 +232,7 @@ class Trajectory:
         self._blamed = FailureKind.ENGINE
         asked, engine = self._assignment, self._with.engine
         before = engine.load()
-        generation = await engine.generate(
+        generation = await self._with.sampler.generate(
             GenerateRequest(
                 request_id=f"{asked.trajectory_id}/{self.lease}/{self._turn}",
                 context=tuple(self._context),

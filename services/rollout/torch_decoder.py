@@ -122,9 +122,14 @@ class Decoder:
         """Nothing to decode."""
         return not self._jobs and not self._waiting
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self._model.config.get_text_config().vocab_size
+
     def knows(self, tokens: Sequence[int]) -> bool:
         """Whether all ids are in the vocabulary; others would break the whole batch."""
-        return min(tokens) >= 0 and max(tokens) < self._model.config.vocab_size
+        return min(tokens) >= 0 and max(tokens) < self.vocabulary
 
     def join(self, job: Job) -> None:
         """Queue a job; it begins before the next step that has room for it."""
@@ -163,8 +168,11 @@ class Decoder:
         self._record(tokens.tolist(), logprobs.tolist())
 
     @torch.inference_mode()
-    def apply(self, sources: Mapping[str, Tensor], version: int) -> None:
+    def apply(self, sources: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
         """Copy a checked version into the model, and compute the running contexts anew.
+
+        Returns:
+            The model's own tensors, which stay as they are until the next call.
 
         Raises:
             EngineError: the tensors are not this model's; nothing was changed.
@@ -180,6 +188,7 @@ class Decoder:
             row.cached = 0
         for index in range(len(self._jobs)):
             self._prefill(index)
+        return {name: tensor.detach() for name, tensor in state.items()}
 
     def sleep(self) -> None:
         """Free the cache and the parameters' memory. Buffers stay: they are small and constant.

@@ -21,7 +21,7 @@ from common.messages.coordinator import Manifest
 from common.weights import NO_VERSION
 from services.rollout.accounting import Accounting
 from services.rollout.engine import EngineLoad, GenerateRequest, Generation, KvState
-from services.rollout.segment import copy_checked
+from services.rollout.segment import copy_checked, held_digest
 from services.rollout.torch_decoder import Decoder, Job
 
 T = TypeVar("T")
@@ -108,11 +108,12 @@ class TorchEngine:
         await self._call(decoder.wake)
 
     async def apply_weights(self, manifest: Manifest) -> None:
-        """Copy and check in another thread, then swap between two steps."""
+        """Copy and check in another thread, swap between two steps, and read what is held."""
         decoder = self._alive()
-        sources = await asyncio.to_thread(copy_checked, manifest)
-        await self._call(lambda: decoder.apply(sources, manifest.version))
-        self.version, self.digest = manifest.version, manifest.digest
+        copied = await asyncio.to_thread(copy_checked, manifest)
+        held = await self._call(lambda: decoder.apply(copied.tensors, manifest.version))
+        self.version, self.digest = manifest.version, ""
+        self.digest = await asyncio.to_thread(held_digest, manifest, copied.header, held)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """One forward pass between two steps."""
@@ -135,6 +136,11 @@ class TorchEngine:
         decoder = self._ready()
         tensors = await asyncio.to_thread(_deserialized, state.payload)
         return await self._call(lambda: decoder.write_kv(state.context, state.version, tensors))
+
+    @property
+    def vocabulary(self) -> int:
+        """Of the model's embedding."""
+        return self._alive().vocabulary
 
     @property
     def prefill_tokens(self) -> int:

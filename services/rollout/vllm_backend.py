@@ -96,8 +96,8 @@ class SegmentTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         if self.device.type == "cpu":
             self._repack_output_embeddings()
-        segment.check()  # Once more: had it been overwritten meanwhile, the weights were torn.
-        self.applied = (manifest.version, manifest.digest)
+        # Once more: had it been overwritten meanwhile, the weights were torn.
+        self.applied = (manifest.version, segment.check())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class, without its wait for an accelerator where there is none."""

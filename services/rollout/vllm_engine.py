@@ -208,6 +208,12 @@ class VllmEngine:
         del state
         return False
 
+    @property
+    def vocabulary(self) -> int:
+        """Of the model's embedding."""
+        self._require_alive()
+        return self._llm.vllm_config.model_config.hf_text_config.vocab_size
+
     def load(self) -> EngineLoad:
         """Own accounting: vLLM's scheduler statistics arrive late and cost a logger."""
         return self._accounting.load()

@@ -7,23 +7,16 @@ from dataclasses import dataclass
 import structlog
 
 from common.config import BucketConfig
-from common.errors import (
-    Refusal,
-    RequestRefused,
-    TransportError,
-    VersionGone,
-    WeightError,
-)
+from common.errors import Refusal, RequestRefused, TransportError
 from common.membership import Membership
-from common.messages.coordinator import Manifest
 from common.messages.rollout import (
     ApplyVersion,
     AssignTrajectory,
     DropTrajectory,
     FetchKv,
+    FetchVersion,
     TrajectoryAssigned,
     TrajectoryDropped,
-    VersionApplied,
 )
 from common.messages.scheduler import ReportWorker
 from common.service import Runtime
@@ -36,8 +29,10 @@ from services.rollout.kv_server import KvServer
 from services.rollout.limits import Limits
 from services.rollout.loop import Trajectory
 from services.rollout.parsers import PARSERS
+from services.rollout.receiving import WAIT_SHARE, Copies, InPlace, Receiving
 from services.rollout.render import Renderer
 from services.rollout.tool_client import ToolClient
+from services.rollout.updates import Updates
 
 log = structlog.get_logger()
 
@@ -70,15 +65,24 @@ class Worker:
     """
 
     def __init__(
-        self, runtime: Runtime, bucket: BucketConfig, engine: Engine, renderer: Renderer
+        self,
+        runtime: Runtime,
+        bucket: BucketConfig,
+        engine: Engine,
+        renderer: Renderer,
+        copies: Copies | None = None,
     ) -> None:
         config = runtime.config
+        copies = copies or InPlace()
         self._mesh = runtime.mesh
         self._bucket = bucket
         self._engine = engine
-        self._membership = Membership(runtime, {"bucket": bucket.name})
+        self._membership = Membership(runtime, {"bucket": bucket.name, **copies.labels})
+        limit_s = config.coordinator.apply_timeout_s
+        updates = Updates(engine, config.rollout.on_weight_update, WAIT_SHARE * limit_s)
         self._equipment = Equipment(
             engine=engine,
+            sampler=updates,
             renderer=renderer,
             parser=PARSERS[config.rollout.tool_format],
             tools=ToolClient(self._membership, config),
@@ -90,19 +94,27 @@ class Worker:
         )
         self._kv = KvServer(engine)
         self._held: dict[str, Held] = {}
-        self._applying: dict[int, asyncio.Task[VersionApplied | WeightError]] = {}
-        self._swapping = asyncio.Lock()
         self._news = asyncio.Event()
         """Something that the scheduler waits for: a report does not wait for its turn."""
-        self._digest = ""
         self._draining = False
         self._tasks = asyncio.TaskGroup()
+        self._versions = Receiving(
+            engine,
+            updates,
+            self._membership,
+            copies,
+            limit_s=limit_s,
+            tasks=self._tasks,
+            on_applied=self._news.set,
+        )
+        self._membership.on_excluded(self._exclude)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set; then finish the turns at work."""
         self._mesh.serve(AssignTrajectory, self._assign)
         self._mesh.serve(DropTrajectory, self._drop)
-        self._mesh.serve(ApplyVersion, self._apply_version)
+        self._mesh.serve(FetchVersion, self._versions.fetch)
+        self._mesh.serve(ApplyVersion, self._versions.apply)
         self._mesh.serve(FetchKv, self._kv.fetch)
         async with self._tasks as tasks:
             background = [
@@ -111,14 +123,15 @@ class Worker:
             ]
             await stopping.wait()
             await self._drain()
-            for task in [*background, *self._applying.values()]:
+            self._versions.cancel()
+            for task in background:
                 task.cancel()
 
     # ── trajectories ─────────────────────────────────────────────────────────────────────────
 
     def _assign(self, _sender: str, request: AssignTrajectory) -> TrajectoryAssigned:
         """Start one trajectory. Idempotent by id and lease."""
-        if self._draining:
+        if self._draining or self._membership.excluded:
             raise RequestRefused(Refusal.DRAINING)
         if self._engine.version == NO_VERSION:
             raise RequestRefused(Refusal.NOT_READY, "no version is applied yet")
@@ -181,6 +194,7 @@ class Worker:
     async def _drain(self) -> None:
         """Trajectories stop at their next turn boundary; then, or after the grace, all do."""
         self._draining = True
+        self._versions.refusing = Refusal.DRAINING
         self._kv.begin_stopping()
         log.info("worker.draining", holding=len(self._held))
         at_work = {held.task for held in self._held.values()}
@@ -196,39 +210,13 @@ class Worker:
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────
 
-    async def _apply_version(self, _sender: str, request: ApplyVersion) -> VersionApplied:
-        """Swap a version in. Goes on when the caller gives up: half a swap is no state."""
-        if self._draining:
-            raise RequestRefused(Refusal.DRAINING)
-        version = request.manifest.version
-        task = self._applying.get(version)
-        if task is None:
-            task = self._tasks.create_task(self._swap(request.manifest), name=f"apply {version}")
-            self._applying[version] = task
-            task.add_done_callback(lambda _: self._applying.pop(version, None))
-        outcome = await asyncio.shield(task)
-        if isinstance(outcome, WeightError):
-            refusal = Refusal.NOT_FOUND if isinstance(outcome, VersionGone) else Refusal.FAILED
-            raise RequestRefused(refusal, str(outcome))
-        return outcome
-
-    async def _swap(self, manifest: Manifest) -> VersionApplied | WeightError:
-        async with self._swapping:
-            if manifest.version <= self._engine.version:
-                return VersionApplied(
-                    version=self._engine.version, digest=self._digest, apply_s=0.0
-                )
-            started_s = asyncio.get_running_loop().time()
-            try:
-                await self._engine.apply_weights(manifest)
-            except WeightError as error:
-                return error
-            apply_s = asyncio.get_running_loop().time() - started_s
-            self._digest = manifest.digest
-            self._membership.applied_version = manifest.version
-            self._news.set()
-        log.info("version.applied", policy_version=manifest.version, duration_s=apply_s)
-        return VersionApplied(version=manifest.version, digest=manifest.digest, apply_s=apply_s)
+    def _exclude(self, excluded: bool) -> None:  # noqa: FBT001
+        """What is sampled here has a false version: others go on, until a version is proved."""
+        if excluded:
+            for trajectory_id, held in list(self._held.items()):
+                self._cancel(trajectory_id, held)
+        log.warning("worker.excluded" if excluded else "worker.cleared")
+        self._news.set()
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────
 
@@ -254,7 +242,7 @@ class Worker:
             version=self._engine.version,
             kv_tokens_used=load.kv_tokens_used,
             kv_tokens_free=load.kv_tokens_free,
-            slots=0 if self._draining else self._bucket.slots,
+            slots=0 if self._draining or self._membership.excluded else self._bucket.slots,
             holding=sorted(leases),
             decode_tokens=load.decode_tokens,
             running=load.running,

@@ -26,6 +26,8 @@ class ScriptedEngine:
     ) -> None:
         self.write = write
         self.version = version
+        self.digest = f"digest-{version}"
+        self.vocabulary = 128
         self.context_tokens_max = context_tokens
         self.requests: list[GenerateRequest] = []
         self.generations: list[Generation] = []
@@ -84,7 +86,7 @@ class ScriptedEngine:
         await asyncio.sleep(self.apply_s)
         if self.apply_error:
             raise self.apply_error
-        self.version = manifest.version
+        self.version, self.digest = manifest.version, manifest.digest
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         if self.broken:
