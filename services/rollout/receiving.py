@@ -11,6 +11,7 @@ from common.errors import Refusal, RequestRefused, VersionGone, WeightError
 from common.membership import Membership
 from common.messages.coordinator import Manifest
 from common.messages.rollout import ApplyVersion, FetchVersion, VersionApplied, VersionFetched
+from common.weights import NO_VERSION
 from services.rollout.engine import Engine
 from services.rollout.updates import Updates
 
@@ -119,12 +120,22 @@ class Receiving:
         for task in self._applying.values():
             task.cancel()
 
+    async def sleep(self) -> None:
+        """Put the engine to sleep between two swaps; `refusing` is set, so no other follows."""
+        assert self.refusing is not None
+        async with self._swapping:
+            await self._engine.sleep()
+            self._proof = None
+            self._membership.applied_version = NO_VERSION
+
     async def _bring(self, manifest: Manifest, sources: list[str], share: float) -> Manifest:
         return await self._copies.bring(manifest, sources, timeout_s=share * self._limit_s)
 
     async def _swap(self, request: ApplyVersion) -> VersionApplied | RequestRefused:
         async with self._swapping:
             manifest = request.manifest
+            if self.refusing is not None:  # It sleeps since this was asked.
+                return RequestRefused(self.refusing)
             if self._holds(manifest):
                 return await self._prove(0.0)
             began = _now()

@@ -49,7 +49,8 @@ class RolloutService:
             self._engine_factory, config, self._bucket, self._index, self._runtime.run_id
         )
         try:
-            if await self._start(engine, stopping):
+            # A tenant of a slot starts its engine when it is woken.
+            if self._bucket.hybrid or await self._start(engine, stopping):
                 await Worker(self._runtime, self._bucket, engine, renderer).run(stopping)
         finally:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

@@ -20,6 +20,7 @@ from common.messages.rollout import (
 )
 from common.messages.scheduler import ReportWorker
 from common.service import Runtime
+from common.tenant import Tenant
 from common.weights import NO_VERSION
 from services.rollout.engine import Engine
 from services.rollout.equipment import Equipment
@@ -31,6 +32,7 @@ from services.rollout.loop import Trajectory
 from services.rollout.parsers import PARSERS
 from services.rollout.receiving import WAIT_SHARE, Copies, InPlace, Receiving
 from services.rollout.render import Renderer
+from services.rollout.tenancy import RolloutBody
 from services.rollout.tool_client import ToolClient
 from services.rollout.updates import Updates
 
@@ -40,6 +42,8 @@ REPORT_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 3.0
 DRAIN_GRACE_S = 10.0
 """For turns at work when the process is asked to stop; the rest is done again elsewhere."""
+CANCEL_GRACE_S = 2.0
+"""For what was cancelled to be gone: a decode step."""
 HELD_PER_SLOT_MAX = 2
 """An assignment may arrive before the last trajectory of its slot has left; more is a mistake."""
 
@@ -77,7 +81,8 @@ class Worker:
         self._mesh = runtime.mesh
         self._bucket = bucket
         self._engine = engine
-        self._membership = Membership(runtime, {"bucket": bucket.name, **copies.labels})
+        labels = {"slot": runtime.name} if bucket.hybrid else {}
+        self._membership = Membership(runtime, {"bucket": bucket.name, **copies.labels, **labels})
         limit_s = config.coordinator.apply_timeout_s
         updates = Updates(engine, config.rollout.on_weight_update, WAIT_SHARE * limit_s)
         self._equipment = Equipment(
@@ -96,7 +101,8 @@ class Worker:
         self._held: dict[str, Held] = {}
         self._news = asyncio.Event()
         """Something that the scheduler waits for: a report does not wait for its turn."""
-        self._draining = False
+        self._draining = bucket.hybrid
+        """No work is taken; a tenant of a slot begins asleep."""
         self._tasks = asyncio.TaskGroup()
         self._versions = Receiving(
             engine,
@@ -108,6 +114,18 @@ class Worker:
             on_applied=self._news.set,
         )
         self._membership.on_excluded(self._exclude)
+        self._tenant = self._as_tenant(config.rollout.start_timeout_s) if bucket.hybrid else None
+
+    def _as_tenant(self, start_timeout_s: float) -> Tenant:
+        self._versions.refusing = Refusal.DRAINING
+        body = RolloutBody(
+            self._engine,
+            self._versions,
+            self._hand_back,
+            self._open_again,
+            start_timeout_s=start_timeout_s,
+        )
+        return Tenant(self._mesh, self._membership, body)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set; then finish the turns at work."""
@@ -121,8 +139,10 @@ class Worker:
                 tasks.create_task(self._membership.run(), name="membership"),
                 tasks.create_task(self._keep_reporting(), name="reports"),
             ]
+            if self._tenant is not None:
+                background.append(tasks.create_task(self._tenant.run(), name="tenant"))
             await stopping.wait()
-            await self._drain()
+            await self._hand_back(DRAIN_GRACE_S)
             self._versions.cancel()
             for task in background:
                 task.cancel()
@@ -191,7 +211,12 @@ class Worker:
         del self._held[trajectory_id]
         return True
 
-    async def _drain(self) -> None:
+    def _open_again(self) -> None:
+        self._draining = False
+        self._versions.refusing = None
+        self._news.set()
+
+    async def _hand_back(self, grace_s: float) -> None:
         """Trajectories stop at their next turn boundary; then, or after the grace, all do."""
         self._draining = True
         self._versions.refusing = Refusal.DRAINING
@@ -201,9 +226,11 @@ class Worker:
         if at_work:
             # At once, so that the scheduler looks for other workers before the turns end.
             self._tasks.create_task(self._report(), name="report draining")
-            await asyncio.wait(at_work, timeout=DRAIN_GRACE_S)
+            await asyncio.wait(at_work, timeout=grace_s)
         for trajectory_id, held in list(self._held.items()):
             self._cancel(trajectory_id, held)
+        if at_work:
+            await asyncio.wait(at_work, timeout=CANCEL_GRACE_S)
         await self._report()
         if any(member.role == "rollout" for member in self._membership.members.values()):
             await self._kv.linger()
@@ -228,6 +255,11 @@ class Worker:
                 async with asyncio.timeout(REPORT_INTERVAL_S):
                     await self._news.wait()
 
+    def _slots(self) -> int:
+        """How many trajectories it takes in all. A tenant that wakes needs its version first."""
+        asleep = self._bucket.hybrid and self._engine.version == NO_VERSION
+        return 0 if self._draining or asleep or self._membership.excluded else self._bucket.slots
+
     async def _report(self) -> None:
         """Tell the scheduler what is held here, and drop what it does not count as ours."""
         self._kv.forget_old()
@@ -242,7 +274,7 @@ class Worker:
             version=self._engine.version,
             kv_tokens_used=load.kv_tokens_used,
             kv_tokens_free=load.kv_tokens_free,
-            slots=0 if self._draining or self._membership.excluded else self._bucket.slots,
+            slots=self._slots(),
             holding=sorted(leases),
             decode_tokens=load.decode_tokens,
             running=load.running,

@@ -43,6 +43,7 @@ def _problem(report: ReportWorker, buckets: Collection[str], known: Worker | Non
         return "a count is negative or too large"
     if not NO_VERSION <= report.version <= VERSION_MAX:
         return f"{report.version} is no version"
-    if report.version == NO_VERSION and known is not None and known.version != NO_VERSION:
+    lost = report.version == NO_VERSION and known is not None and known.version != NO_VERSION
+    if lost and report.slots:  # Without slots it sleeps.
         return "it had weights and says that it has none"
     return ""
