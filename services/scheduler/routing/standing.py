@@ -201,7 +201,8 @@ class Standings:
         version = worker.version
         if version != standing.version:
             standing.version = version
-            standing.lineage, standing.step = lineage_of(version), step_of(version)
+            if version != NO_VERSION:  # Without weights it sleeps, and takes no work.
+                standing.lineage, standing.step = lineage_of(version), step_of(version)
         standing.kv_tokens = kv_tokens = worker.kv_tokens or 1
         standing.spoken = spoken = context + GROWTH_SHARE * (worker.kv_expected - context)
         standing.share = share = spoken / kv_tokens
