@@ -10,6 +10,7 @@ to 1.6 times as long.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ class TrainerService:
         """An older version must not be announced again after a newer one."""
         self._skipped = self._nonfinite = 0
         self._step_began = 0.0
+        self._spare: asyncio.Task[Segment] | None = None
+        """Becomes the segment of the next version; it stays free once it is."""
         self._publish_s = 0.0
         """From the end of the last step until its copy ran: what the loop spent on it."""
         self._phase, self._phase_began = "loading", 0.0
@@ -110,6 +113,8 @@ class TrainerService:
                     await self._work()
                     for task in background:
                         task.cancel()
+                    if self._spare is not None:
+                        self._spare.cancel()
             finally:
                 self._publisher.close()
 
@@ -153,6 +158,7 @@ class TrainerService:
         self._step_began = self._now()
         while (batch := await self._next_batch()) is not None:
             self._set_phase("training")
+            self._look_for_segment()
             began = self._now()
             try:
                 sequences = batch_sequences(batch.groups, self._training)
@@ -251,13 +257,24 @@ class TrainerService:
     async def _publish(self, ranks: Ranks) -> "asyncio.Task[None]":
         """Start to copy the weights; the task ends when they are announced."""
         self._set_phase("publishing")
-        began = self._now()
-        segment = await self._free_segment()
+        began = time.perf_counter()
+        segment = await self._spare_segment()
         copied = await self._in_thread(lambda: ranks.publish(self._publisher, segment))
-        self._publish_s = self._now() - began
+        self._publish_s = time.perf_counter() - began
         version = version_id(self._lineage, self._step)
         announcement = self._announce(copied, version, segment)
         return self._tasks.create_task(announcement, name=f"announce {version}")
+
+    def _look_for_segment(self) -> "asyncio.Task[Segment]":
+        """Find the next segment while a step is trained, so that nobody waits for it then."""
+        if self._spare is None:
+            self._spare = self._tasks.create_task(self._free_segment(), name="choose segment")
+        return self._spare
+
+    async def _spare_segment(self) -> Segment:
+        segment = await self._look_for_segment()
+        self._spare = None
+        return segment
 
     async def _free_segment(self) -> Segment:
         patience_s = self._runtime.config.coordinator.apply_timeout_s + SEGMENT_MARGIN_S
