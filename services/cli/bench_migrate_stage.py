@@ -1,0 +1,194 @@
+"""The processes of the run that `bench_migrate` measures, and what they train."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.config import Config
+from common.errors import RunFailed
+from common.logs import last_lines
+from common.messages.scheduler import GroupData, TrajectoryData, TurnData
+from common.toml_write import to_toml
+from common.trajectory import StopReason, pack_logprobs, pack_tokens
+from services.cli.bench_onpolicy import CONTEXT_TOKENS, random_model
+from services.cli.plan import ProcessSpec, common_environment, processes
+
+QUIET, SWITCHING, BESIDE, STREAMING = "quiet", "switching", "beside", "streaming"
+CONDITIONS = (QUIET, SWITCHING, BESIDE, STREAMING)
+NEIGHBOURS = {"receiver": STREAMING, "bystander": BESIDE}
+"""Processes that are no part of a run, and when they are busy."""
+RUN = "bench-migrate"
+GROUPS, GROUP_SIZE = 16, 4
+PROMPT_TOKENS, ACTION_TOKENS = 32, 64
+"""4,096 trained tokens a step."""
+MICRO_BATCH_TOKENS = 512
+"""About a dozen micro-batches a step: enough to share, as in a larger job."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['role'] }}:{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""Rollout workers refuse a model without one; nothing is sampled."""
+STOP_S = 30.0
+LOG_LINES = 12
+
+
+def make_config(folder: Path, cores: Sequence[int]) -> Config:
+    """A tiny random model, one worker that stays and one slot that changes sides."""
+    model = random_model(folder / "model", tied=True)
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "tasks.jsonl").touch()
+    bucket = {"engine": "torch", "slots": 4, "kv_tokens": 1024, "cpus": [[cores[-1]]]}
+    return Config.model_validate(
+        {
+            "run": {"name": RUN, "directory": str(folder), "max_steps": 1_000_000},
+            "model": {"path": str(model), "context_tokens": CONTEXT_TOKENS},
+            "tasks": {"path": str(folder / "tasks.jsonl")},
+            "buckets": [
+                {"name": "stays", **bucket},
+                {"name": "moves", "hybrid": True, **bucket},
+            ],
+            "training": {
+                "groups_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "micro_batch_tokens": MICRO_BATCH_TOKENS,
+                "learning_rate": 1e-5,
+                "checkpoint_every_steps": 1_000_000,
+            },
+            "rollout": {"tool_format": "tags"},
+            "tools": [{"name": "none", "target": "none"}],
+            "elastic": {"planner": False, "train_slots": 0},
+        }
+    )
+
+
+def prepared_batch() -> dict[str, GroupData]:
+    """Sequences of one length, so that every micro-batch costs the same."""
+    rng = np.random.default_rng(0)
+
+    def trajectory(name: str, prompt: bytes, reward: float) -> TrajectoryData:
+        turn = TurnData(
+            action_tokens=pack_tokens(rng.integers(1, 250, ACTION_TOKENS).tolist()),
+            action_logprobs=pack_logprobs([-5.5] * ACTION_TOKENS),
+            action_versions=pack_tokens([0] * ACTION_TOKENS),
+            observation_tokens=b"",
+            tool_status=None,
+        )
+        return TrajectoryData(
+            trajectory_id=name,
+            prompt_tokens=prompt,
+            turns=[turn],
+            stop_reason=StopReason.ANSWERED,
+            reward=reward,
+            failure=None,
+        )
+
+    groups: dict[str, GroupData] = {}
+    for number in range(GROUPS):
+        name = f"g{number}"
+        prompt = pack_tokens(rng.integers(1, 250, PROMPT_TOKENS).tolist())
+        trajectories = [trajectory(f"{name}.{n}", prompt, n % 2) for n in range(GROUP_SIZE)]
+        groups[name] = GroupData(group_id=name, task_id=name, trajectories=trajectories)
+    return groups
+
+
+@contextlib.contextmanager
+def on_core(core: int) -> Generator[None]:
+    """Children of the block run on one core, all their threads included."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class Stage:
+    """The processes of the run, the trainer on a core of its own."""
+
+    def __init__(self, config: Config, folder: Path, cores: Sequence[int]) -> None:
+        self._config = config
+        self._run_dir = folder / RUN
+        self._run_dir.mkdir()
+        (self._run_dir / "config.toml").write_text(to_toml(config))
+        self._cores = cores
+        self._running: dict[str, subprocess.Popen[str]] = {}
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the configuration lies."""
+        return self._run_dir
+
+    def start(self) -> None:
+        """Start all but the scheduler and the tool servers."""
+        for spec in processes(self._config):
+            if spec.role not in ("scheduler", "tools"):
+                core = self._cores[0] if spec.role == "trainer" else self._cores[-1]
+                with on_core(core):
+                    self._running[f"{spec.role}/{spec.name}"] = self._spawn(spec)
+        with on_core(self._cores[-1]):
+            for neighbour in NEIGHBOURS:
+                self._running[neighbour] = self._spawn_neighbour(neighbour)
+
+    def order(self, neighbour: str, order: str) -> None:
+        """`go` or `stop`."""
+        pipe = self._running[neighbour].stdin
+        assert pipe is not None
+        print(order, file=pipe, flush=True)
+
+    def check(self) -> None:
+        """Raise when a process has ended."""
+        for name, process in self._running.items():
+            code = process.poll()
+            if code is not None and not (name == "trainer/trainer" and code == 0):
+                raise RunFailed(f"{name} ended with code {code}:\n{self._tail(name)}")
+
+    def stop(self) -> None:
+        """End them, the trainer first."""
+        for process in reversed(self._running.values()):
+            process.terminate()
+        for process in self._running.values():
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_S)
+
+    def _spawn(self, spec: ProcessSpec) -> "subprocess.Popen[str]":
+        command = [
+            *(sys.executable, "-m", f"services.{spec.role}"),
+            *("--config", str(self._run_dir / "config.toml")),
+            *("--name", spec.name, "--run-dir", str(self._run_dir), "--run-id", RUN),
+            *("--parent", str(os.getpid())),
+        ]
+        return self._popen(command, f"{spec.role}/{spec.name}", dict(spec.environment))
+
+    def _spawn_neighbour(self, name: str) -> "subprocess.Popen[str]":
+        module = f"services.cli.bench_migrate_{name}"
+        command = [sys.executable, "-m", module, str(self._run_dir), str(os.getpid())]
+        return self._popen(command, name, {"OMP_NUM_THREADS": "1"})
+
+    def _popen(
+        self, command: list[str], name: str, environment: dict[str, str]
+    ) -> "subprocess.Popen[str]":
+        inherited = common_environment(os.environ, self._run_dir)
+        with self._log(name).open("ab") as output:
+            return subprocess.Popen(  # noqa: S603  (our own modules)
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**inherited, **environment},
+                text=True,
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._run_dir / f"{name.replace('/', '-')}.log"
+
+    def _tail(self, name: str) -> str:
+        return "\n".join(last_lines(self._log(name), LOG_LINES))
