@@ -33,6 +33,7 @@ def combination_problems(config: Config) -> list[Problem]:
         *_buckets(config),
         *_ranges(config),
         *_routing(config),
+        *_slots(config),
         *_names(config),
         *_addresses(config),
     ]
@@ -194,6 +195,50 @@ def _ranges_for_placement(config: Config) -> Iterator[Problem]:
         f"{context} tokens; {more}set buckets.0.context_tokens_max to less (about "
         f'{max(1, context // 2)}), or use placement = "libra"',
     )
+
+
+def _slots(config: Config) -> Iterator[Problem]:
+    """Hybrid slots: how many there are to train, and what their replicas can do."""
+    hybrid = [index for index, bucket in enumerate(config.buckets) if bucket.hybrid]
+    slots = sum(config.buckets[index].workers for index in hybrid)
+    workers = sum(bucket.workers for bucket in config.buckets)
+    wanted, key = config.elastic.train_slots, ("elastic", "train_slots")
+    if wanted > slots:
+        yield Problem(
+            (key,),
+            f"{wanted} slots cannot train where {slots} workers are hybrid; use at most {slots}, "
+            "or set hybrid = true in more buckets",
+        )
+    elif wanted == workers:
+        yield Problem(
+            (key,),
+            f"with all {workers} workers training nobody would roll out; use at most {workers - 1}",
+        )
+    for index in hybrid:
+        yield from _replicas(config, index)
+
+
+def _replicas(config: Config, index: int) -> Iterator[Problem]:
+    training, key = config.training, ("buckets", index, "hybrid")
+    if training.minibatches > 1:
+        yield Problem(
+            (key, ("training", "minibatches")),
+            "replicas share the gradient of a whole step, which training.minibatches = "
+            f"{training.minibatches} updates in between; use minibatches = 1 or hybrid = false",
+        )
+    if config.buckets[index].tensor_parallel > 1:
+        yield Problem(
+            (key, ("buckets", index, "tensor_parallel")),
+            "a replica computes on one device and cannot share a slot with a model split over "
+            f"{config.buckets[index].tensor_parallel}; use tensor_parallel = 1 or hybrid = false",
+        )
+    if config.model.dtype == "bfloat16" and training.compute_dtype == "float32":
+        yield Problem(
+            (key, ("model", "dtype"), ("training", "compute_dtype")),
+            'replicas compute with the published weights: with model.dtype = "bfloat16" their '
+            "gradients would differ from the trainer's in float32; use training.compute_dtype = "
+            '"bfloat16", model.dtype = "float32" or hybrid = false',
+        )
 
 
 def _names(config: Config) -> Iterator[Problem]:

@@ -57,7 +57,7 @@ class Children:
             if self._stopping:  # It was asked while this one was being made.
                 _signal(process, signal.SIGTERM)
             code = await process.wait()
-            self._running.pop(spec.name, None)
+            self._running.pop(spec.label, None)
             if self._stopping:
                 return
             if code == 0 and was_asked(self._last_lines(spec)):  # By somebody else than us.
@@ -71,7 +71,7 @@ class Children:
                     raise self._failure(spec, code, in_a_row, loop.time() - first_s)
                 case AfterExit.RESTART:
                     in_a_row += 1
-                    log.warning("process.restarted", process=spec.name, exit_code=code)
+                    log.warning("process.restarted", process=spec.label, exit_code=code)
                     await asyncio.sleep(RESTART_DELAY_S)
 
     async def stop(self) -> None:
@@ -89,7 +89,7 @@ class Children:
 
     async def _start(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
         arguments = [
-            *("-m", f"services.{spec.role}"),
+            *("-m", spec.module),
             *("--config", str(self._run_dir / "config.toml")),
             *("--name", spec.name),
             *("--run-dir", str(self._run_dir)),
@@ -110,7 +110,7 @@ class Children:
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the launcher only.
             )
-        self._running[spec.name] = (spec, process)
+        self._running[spec.label] = (spec, process)
         return process
 
     def _failure(
@@ -120,10 +120,10 @@ class Children:
         end = describe_end(code, restarts, within_s, detail)
         if code == 2:
             return ConfigError(detail or end)
-        return RunFailed(f"{spec.name}: {end}\n(its log: {self._log(spec)})")
+        return RunFailed(f"{spec.label}: {end}\n(its log: {self._log(spec)})")
 
     def _log(self, spec: ProcessSpec) -> Path:
-        return self._run_dir / "logs" / f"{spec.name}.log"
+        return self._run_dir / "logs" / f"{spec.label}.log"
 
     def _last_lines(self, spec: ProcessSpec) -> list[str]:
         return last_lines(self._log(spec), LOG_TAIL_LINES)

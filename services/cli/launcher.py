@@ -96,7 +96,7 @@ class Launcher:
                 tasks.create_task(self._keep(coordinator), name="keep coordinator")
                 await self._wait_for_coordinator()
                 for spec in others if not self._ended.is_set() else ():
-                    tasks.create_task(self._keep(spec), name=f"keep {spec.name}")
+                    tasks.create_task(self._keep(spec), name=f"keep {spec.label}")
                 watch = tasks.create_task(self._watch(started_s), name="watch")
                 await self._ended.wait()
                 await asyncio.sleep(2 * POLL_S)  # One more look, so that the last step is shown.

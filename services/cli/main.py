@@ -16,12 +16,14 @@ from services.cli.bench_commands import bench
 from services.cli.simulate_commands import simulate
 
 SERVICES = {
-    "coordinator": "CoordinatorService",
-    "rollout": "RolloutService",
-    "scheduler": "SchedulerService",
-    "tools": "ToolsService",
-    "trainer": "TrainerService",
+    "coordinator": ("services.coordinator.service", "CoordinatorService"),
+    "replica": ("services.trainer.replica", "ReplicaService"),
+    "rollout": ("services.rollout.service", "RolloutService"),
+    "scheduler": ("services.scheduler.service", "SchedulerService"),
+    "tools": ("services.tools.service", "ToolsService"),
+    "trainer": ("services.trainer.service", "TrainerService"),
 }
+"""Module and class of each role."""
 
 app = typer.Typer(
     help="Reinforcement learning of tool-using language models.",
@@ -100,8 +102,9 @@ def serve(
         raise ConfigError(f"serve: no service {service!r}; one of {', '.join(sorted(SERVICES))}")
     if service == "scheduler":
         use_one_thread()
-    module = importlib.import_module(f"services.{service}.service")
-    raise typer.Exit(serve_main(service, getattr(module, SERVICES[service]), arguments or []))
+    module, name = SERVICES[service]
+    build = getattr(importlib.import_module(module), name)
+    raise typer.Exit(serve_main(service, build, arguments or []))
 
 
 def main() -> None:

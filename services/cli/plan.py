@@ -15,11 +15,20 @@ FAILED_MAX = 2
 """Restarts after a failure of its own, in a row."""
 SETTLED_S = 300.0
 """A process that lived so long starts a new row."""
-STOP_ORDER = ("trainer", "rollout", "tools", "scheduler", "coordinator")
+STOP_ORDER = ("trainer", "replica", "rollout", "tools", "scheduler", "coordinator")
 """Who reports to whom: the trainer checkpoints first, and every worker hands back what it holds
 while the scheduler still listens."""
-GRACE_S = {"trainer": 30.0, "rollout": 30.0, "tools": 5.0, "scheduler": 5.0, "coordinator": 5.0}
+GRACE_S = {
+    "trainer": 30.0,
+    "replica": 10.0,
+    "rollout": 30.0,
+    "tools": 5.0,
+    "scheduler": 5.0,
+    "coordinator": 5.0,
+}
 """From SIGTERM to SIGKILL."""
+MODULES = {"replica": "services.trainer.replica_main"}
+"""Of the roles that have no package of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,16 @@ class ProcessSpec:
     role: str
     name: str
     environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def module(self) -> str:
+        """What `python -m` runs."""
+        return MODULES.get(self.role, f"services.{self.role}")
+
+    @property
+    def label(self) -> str:
+        """Names the process among all of a run: a replica is called as its slot is."""
+        return f"{self.name}.replica" if self.role == "replica" else self.name
 
 
 class AfterExit(Enum):
@@ -50,6 +69,12 @@ def processes(config: Config) -> list[ProcessSpec]:
     specs.extend(
         ProcessSpec("rollout", f"{bucket.name}-{index}", threads)
         for bucket in config.buckets
+        for index in range(bucket.workers)
+    )
+    specs.extend(
+        ProcessSpec("replica", f"{bucket.name}-{index}", _trainer_environment(config))
+        for bucket in config.buckets
+        if bucket.hybrid
         for index in range(bucket.workers)
     )
     specs.append(ProcessSpec("trainer", "trainer", _trainer_environment(config)))

@@ -13,7 +13,9 @@ from common.config import (
 from services.cli.children import failure_detail
 from services.cli.plan import (
     FAILED_MAX,
+    GRACE_S,
     KILLED_MAX,
+    STOP_ORDER,
     AfterExit,
     after_exit,
     describe_end,
@@ -43,6 +45,16 @@ def test_every_worker_of_every_bucket_is_a_process_of_its_own() -> None:
         "long-0",
         "trainer",
     ]
+
+
+def test_each_worker_of_a_hybrid_bucket_shares_its_name_with_a_replica() -> None:
+    hybrid = BucketConfig(name="long", workers=2, hybrid=True)
+    specs = processes(config(BucketConfig(name="short"), hybrid))
+    replicas = [spec for spec in specs if spec.role == "replica"]
+    assert [spec.name for spec in replicas] == ["long-0", "long-1"]
+    assert {spec.module for spec in replicas} == {"services.trainer.replica_main"}
+    assert len({spec.label for spec in specs}) == len(specs)
+    assert {spec.role for spec in specs} == set(STOP_ORDER) == set(GRACE_S)
 
 
 def test_workers_get_cores_of_their_own_as_long_as_there_are_any() -> None:
@@ -81,7 +93,9 @@ def test_a_trainer_that_ends_well_has_finished_the_job() -> None:
     assert after_exit("trainer", 0, 0) is AfterExit.FINISHED
 
 
-@pytest.mark.parametrize("role", ["coordinator", "scheduler", "rollout", "tools", "trainer"])
+@pytest.mark.parametrize(
+    "role", ["coordinator", "scheduler", "rollout", "replica", "tools", "trainer"]
+)
 def test_a_killed_process_is_started_again_but_not_for_ever(role: str) -> None:
     assert after_exit(role, -9, 0) is AfterExit.RESTART
     assert after_exit(role, -9, KILLED_MAX) is AfterExit.GIVE_UP

@@ -64,6 +64,30 @@ def test_the_defaults_go_together() -> None:
             'engine = "torch"',
         ),
         ({"buckets": [{"name": "b"}, {"name": "b"}]}, "buckets.1.name", "another entry"),
+        ({"elastic": {"train_slots": 1}}, "elastic.train_slots", "0 workers are hybrid"),
+        (
+            {"elastic": {"train_slots": 1}, "buckets": [{"name": "b", "hybrid": True}]},
+            "elastic.train_slots",
+            "nobody would roll out",
+        ),
+        (
+            {"training": {"minibatches": 2}, "buckets": [{"name": "b", "hybrid": True}]},
+            "buckets.0.hybrid",
+            "training.minibatches = 2",
+        ),
+        (
+            {"buckets": [{"name": "b", "hybrid": True, "tensor_parallel": 2}]},
+            "buckets.0.hybrid",
+            "tensor_parallel = 1",
+        ),
+        (
+            {
+                "model": {"dtype": "bfloat16"},
+                "buckets": [{"name": "a"}, {"name": "b", "hybrid": True}],
+            },
+            "buckets.1.hybrid",
+            "compute_dtype",
+        ),
         (
             {"buckets": [{"name": "b", "context_tokens_max": 511}]},
             "buckets.0.context_tokens_max",
@@ -147,3 +171,10 @@ def test_an_address_is_host_and_port(address: str) -> None:
 def test_a_lone_trajectory_needs_no_group_when_nothing_is_subtracted() -> None:
     alone = {"group_size": 1, "group_usable_min": 1, "baseline": "none"}
     assert not combination_problems(config(training=alone))
+
+
+@pytest.mark.parametrize("train_slots", [0, 1, 2])
+def test_all_hybrid_workers_may_train_while_others_roll_out(train_slots: int) -> None:
+    buckets = [{"name": "a"}, {"name": "b", "hybrid": True, "workers": 2}]
+    elastic = {"train_slots": train_slots}
+    assert combination_problems(config(buckets=buckets, elastic=elastic)) == []
