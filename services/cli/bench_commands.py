@@ -52,6 +52,21 @@ def overlap(
 
 
 @bench.command()
+def migrate(
+    *,
+    as_json: AsJson = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all conditions.")] = 8,
+    steps: Annotated[int, typer.Option(min=4, help="Counted, of each condition.")] = 15,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two changes of side.")] = 4,
+) -> None:
+    """Whether the training loop notices workers that change sides, and weights that stream."""
+    use_one_thread()
+    from services.cli.bench_migrate import bench_migrate
+
+    _finish(bench_migrate(rounds=rounds, block_steps=steps, switch_every=every), as_json=as_json)
+
+
+@bench.command()
 def scheduler(*, as_json: AsJson = False) -> None:
     """Routing decisions per second and core, over whole trajectories, and memory."""
     use_one_thread()

@@ -130,7 +130,7 @@ class Stage:
             if spec.role not in ("scheduler", "tools"):
                 core = self._cores[0] if spec.role == "trainer" else self._cores[-1]
                 with on_core(core):
-                    self._running[f"{spec.role}/{spec.name}"] = self._spawn(spec)
+                    self._running[spec.label] = self._spawn(spec)
         with on_core(self._cores[-1]):
             for neighbour in NEIGHBOURS:
                 self._running[neighbour] = self._spawn_neighbour(neighbour)
@@ -145,7 +145,7 @@ class Stage:
         """Raise when a process has ended."""
         for name, process in self._running.items():
             code = process.poll()
-            if code is not None and not (name == "trainer/trainer" and code == 0):
+            if code is not None and not (name == "trainer" and code == 0):
                 raise RunFailed(f"{name} ended with code {code}:\n{self._tail(name)}")
 
     def stop(self) -> None:
@@ -161,12 +161,12 @@ class Stage:
 
     def _spawn(self, spec: ProcessSpec) -> "subprocess.Popen[str]":
         command = [
-            *(sys.executable, "-m", f"services.{spec.role}"),
+            *(sys.executable, "-m", spec.module),
             *("--config", str(self._run_dir / "config.toml")),
             *("--name", spec.name, "--run-dir", str(self._run_dir), "--run-id", RUN),
             *("--parent", str(os.getpid())),
         ]
-        return self._popen(command, f"{spec.role}/{spec.name}", dict(spec.environment))
+        return self._popen(command, spec.label, dict(spec.environment))
 
     def _spawn_neighbour(self, name: str) -> "subprocess.Popen[str]":
         module = f"services.cli.bench_migrate_{name}"
@@ -188,7 +188,7 @@ class Stage:
             )
 
     def _log(self, name: str) -> Path:
-        return self._run_dir / f"{name.replace('/', '-')}.log"
+        return self._run_dir / f"{name}.log"
 
     def _tail(self, name: str) -> str:
         return "\n".join(last_lines(self._log(name), LOG_LINES))
