@@ -62,6 +62,8 @@ class LeaseWork(Request[WorkOffer]):
     fence: int
     version: int
     """Applied by the replica; work is for this version only."""
+    returning: int = -1
+    """Lease whose gradient is on its way, or -1; what else the slot had is given back."""
 
 
 class GradientTaken(Message):

@@ -92,6 +92,22 @@ def predictor(
     _finish(bench_predictor(traces=trace, live=live, plot=plot), as_json=as_json)
 
 
+@bench.command()
+def replicas(
+    *,
+    as_json: AsJson = False,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 20,
+    workers: Annotated[int, typer.Option(min=1, help="Replica processes.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the trainer.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of what befalls the replicas.")] = 0,
+) -> None:
+    """Steps with replicas that come, go, stall and die equal the steps without."""
+    use_one_thread()
+    from services.cli.bench_replicas import bench_replicas
+
+    _finish(bench_replicas(steps=steps, replicas=workers, ranks=ranks, seed=seed), as_json=as_json)
+
+
 def _finish(report: BenchReport, *, as_json: bool) -> None:
     if as_json:
         print(report.to_json())

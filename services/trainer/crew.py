@@ -34,7 +34,7 @@ from services.trainer.gradients import (
     GradientUnsound,
     ReceivedGradient,
 )
-from services.trainer.leases import NO_LEASE, Add, Decision, Done, Lease, Leases, Own, Wait
+from services.trainer.leases import NO_LEASE, Add, Decision, Done, Lease, Leases, Own, Tally, Wait
 from services.trainer.packing import cost
 from services.trainer.pieces import REPORTED
 from services.trainer.rounds import Round, Sum, Work
@@ -106,6 +106,11 @@ class Crew:
     def expect(self, step: int, version: int) -> None:
         """The next update is of this step, with the weights of this version."""
         self._step, self._version = step, version
+
+    @property
+    def tally(self) -> Tally:
+        """Who ran the micro-batches of the last update."""
+        return self._leases.tally
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -220,7 +225,7 @@ class Crew:
             work, step = self._work, self._step
             if work is None or request.version != self._version:
                 return None
-            lease = self._leases.grant(request.slot, self._clock())
+            lease = self._leases.grant(request.slot, self._clock(), keep=request.returning)
         if lease is None:
             return None
         log.debug("work.leased", slot=lease.slot, lease=lease.number, packs=len(lease.packs))

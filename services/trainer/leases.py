@@ -149,12 +149,13 @@ class Leases:
 
     # ── replicas ─────────────────────────────────────────────────────────────────────────────
 
-    def grant(self, slot: str, now: float) -> Lease | None:
+    def grant(self, slot: str, now: float, *, keep: int = NO_LEASE) -> Lease | None:
         """Lease micro-batches to the replica of a slot; None when there are none for it.
 
-        Whoever asks has nothing at work: what it had and does not return is given back.
+        Whoever asks has nothing at work: what it had is given back, unless it is the lease `keep`,
+        whose gradient is on its way.
         """
-        self.gone(slot)
+        self._release(slot, keep)
         self._asked.add(slot)
         if self._closed or not self._free or not self._own_rate or slot in self._barred:
             return None
@@ -208,9 +209,12 @@ class Leases:
             self._fail(lease, self._rates[lease.slot])
 
     def gone(self, slot: str) -> None:
-        """The replica has nothing at work. What it has returned may still come to count."""
+        """The replica is no more. What it has returned may still come to count."""
+        self._release(slot, NO_LEASE)
+
+    def _release(self, slot: str, keep: int) -> None:
         for lease in list(self._held.values()):
-            if lease.slot == slot and not lease.returning:
+            if lease.slot == slot and not lease.returning and lease.number != keep:
                 self._fail(lease, self._rates[slot])
 
     def _fail(self, lease: Lease, rate: float) -> None:

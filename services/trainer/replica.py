@@ -65,6 +65,7 @@ class Replica:
         """Set while new work may be taken."""
         self._computing = False
         self._returning: asyncio.Task[None] | None = None
+        self._returning_lease = NO_LEASE
         self._idle = asyncio.Event()
         """Set while nothing is at work or on its way to the trainer."""
         self._idle.set()
@@ -168,7 +169,12 @@ class Replica:
                 self._note_idle()
 
     async def _ask(self, trainer: Member) -> WorkOffer | None:
-        request = LeaseWork(slot=self._slot, fence=self._tenant.fence, version=self._engine.version)
+        request = LeaseWork(
+            slot=self._slot,
+            fence=self._tenant.fence,
+            version=self._engine.version,
+            returning=self._returning_lease,
+        )
         try:
             return await self._membership.request(trainer, request, timeout_s=LEASE_TIMEOUT_S)
         except (TransportError, RequestRefused) as error:
@@ -194,12 +200,12 @@ class Replica:
         task = self._tasks.create_task(
             self._return(trainer, offer, computed, busy_s), name=f"return {offer.lease}"
         )
-        self._returning = task
+        self._returning, self._returning_lease = task, offer.lease
         task.add_done_callback(self._returned)
 
     def _returned(self, task: "asyncio.Task[None]") -> None:
         if self._returning is task:
-            self._returning = None
+            self._returning, self._returning_lease = None, NO_LEASE
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -247,7 +253,12 @@ class Replica:
             except TransportError as error:
                 log.debug("gradient.lost", lease=request.lease, reason=str(error))
             except RequestRefused as error:
-                log.info("gradient.refused", lease=request.lease, reason=error.refusal.value)
+                log.info(
+                    "gradient.refused",
+                    lease=request.lease,
+                    reason=error.refusal.value,
+                    detail=error.detail,
+                )
                 return None
         return None
 

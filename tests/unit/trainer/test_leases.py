@@ -163,8 +163,8 @@ def test_a_lost_answer_does_not_lose_micro_batches() -> None:
 def test_a_replica_that_returns_one_sum_may_compute_the_next() -> None:
     leases = opened([1.0] * 10)
     first = granted(leases)
-    first.returning = True
-    second = granted(leases)
+    second = leases.grant("a", 0, keep=first.number)
+    assert second is not None
     assert not set(first.packs) & set(second.packs)
     assert leases.arrive(first.number, 1.0)
     assert leases.next(1.0, 1) == Add(first.number)
