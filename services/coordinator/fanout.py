@@ -1,6 +1,7 @@
 """Brings each version to every host and every worker. Decides nothing: `Versions` does."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +12,7 @@ from common.errors import (
     PeerUnreachable,
     Refusal,
     RequestRefused,
+    RequestTimeout,
     TransportError,
     VersionGone,
 )
@@ -36,6 +38,8 @@ RETRY_DELAY_S = 0.5
 PATIENCE_SHARE = 1 / 6
 """Of `apply_timeout_s`: a worker that takes longer to swap stands still anyway, and the others
 need not wait until it is given up."""
+ASKS = 6
+"""How often a worker is asked within `apply_timeout_s`."""
 RECEIVERS = ("rollout", "replica")
 NOT_NOW = (Refusal.NOT_READY, Refusal.DRAINING)
 """It starts or leaves; both have their own end."""
@@ -234,7 +238,12 @@ class Fanout:
         answered = await self._mesh.connect(entry.member.address, timeout_s=CONNECT_TIMEOUT_S)
         if answered != peer:
             raise PeerUnreachable(peer, f"{answered!r} answers at its address")
-        return await self._mesh.request(peer, request, timeout_s=self._config.apply_timeout_s)
+        # Orders are idempotent and go on when the caller gives up: one that was lost costs a part.
+        part_s = self._config.apply_timeout_s / ASKS
+        for _ in range(ASKS - 1):
+            with contextlib.suppress(RequestTimeout):
+                return await self._mesh.request(peer, request, timeout_s=part_s)
+        return await self._mesh.request(peer, request, timeout_s=part_s)
 
     def _time_out(self, peer: str, manifest: Manifest) -> None:
         """It accepted the order and never answered: it is not part of the run any more."""

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
 from common.canary import canary_tokens
 from common.errors import Refusal, RequestRefused, VersionGone, WeightError
 from common.membership import Membership
+from common.messages.base import Message
 from common.messages.coordinator import Manifest
 from common.messages.rollout import ApplyVersion, FetchVersion, VersionApplied, VersionFetched
 from common.weights import NO_VERSION
@@ -16,6 +17,8 @@ from services.rollout.engine import Engine
 from services.rollout.updates import Updates
 
 log = structlog.get_logger()
+
+R = TypeVar("R", bound=Message)
 
 FETCH_SHARE = 0.8
 """Of the coordinator's limit: whoever cannot fetch says so, by name, before it is given up."""
@@ -82,6 +85,7 @@ class Receiving:
         self._copies, self._limit_s = copies, limit_s
         self._tasks, self._on_applied = tasks, on_applied
         self._swapping = asyncio.Lock()
+        self._fetching: dict[int, asyncio.Task[VersionFetched | RequestRefused]] = {}
         self._applying: dict[int, asyncio.Task[VersionApplied | RequestRefused]] = {}
         self._proof: VersionApplied | None = None
         """Of what is applied."""
@@ -89,13 +93,22 @@ class Receiving:
         """Why no version is taken now, if none is."""
 
     async def fetch(self, _sender: str, request: FetchVersion) -> VersionFetched:
-        """Bring a version to this host, for all workers on it. Idempotent."""
+        """Bring a version to this host, for all workers on it. Goes on when the caller gives up."""
+        version = request.manifest.version
+        task = self._fetching.get(version)
+        if task is None:
+            task = self._tasks.create_task(self._fetch(request), name=f"fetch {version}")
+            self._fetching[version] = task
+            task.add_done_callback(lambda _: self._fetching.pop(version, None))
+        return _answer(await asyncio.shield(task))
+
+    async def _fetch(self, request: FetchVersion) -> VersionFetched | RequestRefused:
         manifest = request.manifest
         began = _now()
         try:
             await self._bring(manifest, request.sources, FETCH_SHARE)
         except WeightError as error:
-            raise _refused(error) from error
+            return _refused(error)
         fetch_s = _now() - began
         log.info("version.fetched", policy_version=manifest.version, duration_s=fetch_s)
         return VersionFetched(version=manifest.version, streamed_bytes=0, fetch_s=fetch_s)
@@ -110,14 +123,11 @@ class Receiving:
             task = self._tasks.create_task(self._swap(request), name=f"apply {version}")
             self._applying[version] = task
             task.add_done_callback(lambda _: self._applying.pop(version, None))
-        outcome = await asyncio.shield(task)
-        if isinstance(outcome, RequestRefused):
-            raise outcome
-        return outcome
+        return _answer(await asyncio.shield(task))
 
     def cancel(self) -> None:
         """End what is under way; the process ends."""
-        for task in self._applying.values():
+        for task in [*self._fetching.values(), *self._applying.values()]:
             task.cancel()
 
     async def sleep(self) -> None:
@@ -171,6 +181,12 @@ class Receiving:
             proof = VersionApplied(version=version, digest=digest, apply_s=0.0, canary=canary)
             self._proof = proof
         return proof.model_copy(update={"apply_s": apply_s})
+
+
+def _answer(outcome: R | RequestRefused) -> R:
+    if isinstance(outcome, RequestRefused):
+        raise outcome
+    return outcome
 
 
 def _refused(error: WeightError) -> RequestRefused:
