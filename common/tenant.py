@@ -8,30 +8,29 @@ the coordinator takes the devices for free.
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 import structlog
 
 from common.errors import Refusal, RequestRefused, RunFailed
+from common.fence import (
+    DRAIN_GRACE_S,
+    FREE_LEASES,
+    LAPSE_LEASES,
+    NO_FENCE,
+    RELEASE_S,
+    Order,
+    Verdict,
+    judge,
+)
 from common.membership import Membership
 from common.mesh import Mesh
 from common.messages.slots import SlotTaken, SlotYielded, TakeSlot, YieldSlot
 
 log = structlog.get_logger()
 
-NO_FENCE = -1
-LAPSE_LEASES = 2.0
-"""Without a coordinator for so long, a tenant yields by itself…"""
-FREE_LEASES = 3.0
-"""…and after so long without a word of it, the coordinator counts it as asleep or dead."""
 LAPSE_DRAIN_LEASES = 0.25
 """What is at work then gets so long to be handed back: there is hardly anybody to take it."""
-DRAIN_GRACE_S = 20.0
-"""Past its deadline a drain must end; it has given up all work by then."""
-RELEASE_S = 60.0
-"""Freeing devices is a matter of seconds; a process that cannot must end."""
 CHECKS_PER_LEASE = 6
 
 
@@ -53,36 +52,6 @@ class Body(Protocol):
     async def release(self) -> None:
         """Free the devices: nothing is at work. Idempotent."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Take or yield, by its fence."""
-
-    fence: int
-    take: bool
-
-
-class Verdict(Enum):
-    """What an order means to a tenant."""
-
-    NEW = "new"
-    SAME = "same"
-    """It was followed, or is being followed: answer it again."""
-    STALE = "stale"
-
-
-def judge(seen: Order, order: Order, *, lapsed: bool) -> Verdict:
-    """Compare an order with the newest one seen.
-
-    Once a tenant has `lapsed`, which is to yield by itself, a repeated `take` is stale: to answer
-    it as before would say what was.
-    """
-    if order.fence > seen.fence:
-        return Verdict.NEW
-    if order == seen and not (order.take and lapsed):
-        return Verdict.SAME
-    return Verdict.STALE
 
 
 class Tenant:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-from common.tenant import DRAIN_GRACE_S, FREE_LEASES, NO_FENCE, RELEASE_S
+from common.fence import DRAIN_GRACE_S, FREE_LEASES, NO_FENCE, RELEASE_S
 from common.weights import NO_VERSION
 
 

@@ -42,12 +42,13 @@ def advance(
     """Apply one event. What no longer applies changes nothing."""
     state = _noted(state, event, now)
     commands: list[Command] = []
-    while True:
-        state_before = state
+    for _ in Phase:  # One event leads through each phase once at most.
+        before = state
         state, more = _step(state, now, limits)
         commands += more
-        if state == state_before:
-            return state, commands
+        if state == before:
+            break
+    return state, commands
 
 
 def may_hold(tenant: Tenant, now: float, limits: Limits) -> bool:
@@ -109,12 +110,12 @@ def _answered(state: SlotState, event: Answered) -> SlotState:
     elif event.fence == known.fence and not event.take:
         known = replace(known, awake=False)
     state = _with(state, event.side, known)
-    if event.fence != state.fence or not state.pending:
+    phase = Phase.LOADING if event.take else Phase.DRAINING
+    if event.fence != state.fence or state.phase is not phase:
         return state
     if event.take:
         return replace(state, pending=False, taken=True, needs=state.newest)
-    times = Times(event.drain_s, event.release_s)
-    return replace(state, pending=False, changing=times)
+    return replace(state, pending=False, changing=Times(event.drain_s, event.release_s))
 
 
 def _with(state: SlotState, side: Side, tenant: Tenant) -> SlotState:
