@@ -78,6 +78,8 @@ class Crew:
         self._ranks, self._helper, self._clock, self._fetcher = ranks, helper, clock, fetcher
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
+        self._waiting = 0
+        """Replicas that are to be told of news. Waking the loop costs the training thread."""
         self._changed = threading.Condition()
         self._leases = Leases()
         self._layout: GradientLayout | None = None
@@ -198,8 +200,9 @@ class Crew:
         self._loop.call_soon_threadsafe(answer)
 
     def _tell(self) -> None:
-        """There may be work for those who wait for some."""
-        self._loop.call_soon_threadsafe(self._wake_waiting)
+        """There may be work for those who wait for some, if anybody does."""
+        if self._waiting:
+            self._loop.call_soon_threadsafe(self._wake_waiting)
 
     def _wake_waiting(self) -> None:
         self._news.set()
@@ -211,13 +214,15 @@ class Crew:
         """Give a replica micro-batches, or after a moment none."""
         self._check_fence(request.slot, request.fence)
         self._slots[sender] = request.slot
-        until_s = self._loop.time() + POLL_S
-        while (offer := self._offer(request)) is None:
-            try:
-                async with asyncio.timeout_at(until_s):
+        self._waiting += 1  # Before the first look, or news in between would not be told.
+        try:
+            async with asyncio.timeout(POLL_S):
+                while (offer := self._offer(request)) is None:
                     await self._news.wait()
-            except TimeoutError:
-                return WorkOffer(lease=NO_LEASE, step=0, version=NO_VERSION, sequences=[], packs=[])
+        except TimeoutError:
+            return WorkOffer(lease=NO_LEASE, step=0, version=NO_VERSION, sequences=[], packs=[])
+        finally:
+            self._waiting -= 1
         return offer
 
     def _offer(self, request: LeaseWork) -> WorkOffer | None:
