@@ -79,6 +79,8 @@ class Progress:
         )
         head.add_row("[b]trajectories[/b]", "", counts(status.trajectories))
         head.add_row("[b]groups[/b]", "", counts(status.groups))
+        if status.slots:
+            head.add_row("[b]slots[/b]", "", slots(status))
         head.add_row("[b]idle[/b]", "", idle(metrics))
         head.add_row(
             "[b]time[/b]",
@@ -105,6 +107,15 @@ def workers(status: RunStatus) -> Table:
             f"{worker.kv_tokens_free:,}",
         )
     return table
+
+
+def slots(status: RunStatus) -> str:
+    """`long-0 train  long-1 rollout (loading 3 s)`: whose each hybrid slot is, or is becoming."""
+    return "  ".join(
+        f"{slot.slot} {slot.side}"
+        + ("" if slot.phase == "active" else f" ({slot.phase} {slot.phase_s:.0f} s)")
+        for slot in status.slots
+    )
 
 
 def bar(status: RunStatus, width: int = 40) -> str:

@@ -1,5 +1,6 @@
 from rich.console import Console
 
+from common.messages.coordinator import SlotStatus
 from common.messages.scheduler import RunStatus, WorkerStatus
 from services.cli.progress import Progress, clock, spark
 
@@ -77,3 +78,16 @@ def test_a_step_is_one_line_elsewhere() -> None:
 def test_a_sparkline_spans_zero_to_one() -> None:
     assert spark([0.0, 1.0]) == "▁█"
     assert clock(125) == "2:05"
+
+
+def test_the_table_says_whose_each_hybrid_slot_is() -> None:
+    times = {"drain_s": 0.0, "release_s": 0.0, "load_s": 0.0}
+    states = [("long-0", "train", "active"), ("long-1", "rollout", "loading")]
+    slots = [
+        SlotStatus(slot=slot, side=side, phase=phase, phase_s=3.0, fence=1, switches=1, **times)
+        for slot, side, phase in states
+    ]
+    console = Console(width=120, record=True, quiet=True)
+    shown = status(1).model_copy(update={"slots": slots})
+    console.print(Progress("demo", started_s=0.0).table(shown, now=1.0))
+    assert "long-0 train  long-1 rollout (loading 3 s)" in console.export_text()
