@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -23,10 +23,8 @@ from common.messages.rollout import ApplyVersion, FetchVersion, VersionApplied
 from services.coordinator.judge import mismatch
 from services.coordinator.manifest import SegmentUnreadable, build_manifest
 from services.coordinator.members import Entry, Members
+from services.coordinator.store import VersionStore
 from services.coordinator.versions import Fetch, Receiver, Versions
-
-if TYPE_CHECKING:
-    from services.coordinator.store import VersionStore
 
 log = structlog.get_logger()
 
@@ -77,6 +75,7 @@ class Fanout:
         self._without_model = {b.name for b in config.buckets if b.engine == "fake"}
         self._publishing = asyncio.Lock()
         self._fences: dict[str, int] = {}
+        self._waiting: set[asyncio.Task[None]] = set()
         self.store: VersionStore | None = None
         """Where other hosts stream from; None where all see one memory file system."""
         self.wake = asyncio.Event()
@@ -133,7 +132,7 @@ class Fanout:
         address = self.store.address if self.store is not None else ""
         for fetch in self._versions.fetches(receivers.values(), address, now):
             name = f"fetch {fetch.link.peer}"
-            tasks.create_task(self._fetch(fetch), name=name)
+            self._keep(tasks.create_task(self._fetch(fetch), name=name))
         due = self._versions.orders(
             receivers.values(),
             now,
@@ -141,7 +140,16 @@ class Fanout:
             patience_s=self._config.apply_timeout_s * PATIENCE_SHARE,
         )
         for peer, manifest in due:
-            tasks.create_task(self._apply(peer, manifest), name=f"apply {peer}")
+            self._keep(tasks.create_task(self._apply(peer, manifest), name=f"apply {peer}"))
+
+    def close(self) -> None:
+        """Wait for nobody's answer any more."""
+        for task in self._waiting:
+            task.cancel()
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
 
     def _receivers(self) -> dict[str, Receiver]:
         """Who can take a version. A slot's tenant that has slept since has lost what it had."""

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -29,17 +28,16 @@ from common.messages.coordinator import (
     VersionAccepted,
 )
 from common.service import Runtime, publish_coordinator
+from common.stream import StreamServer
 from services.coordinator.fanout import Describe, Fanout, describe_in_thread
 from services.coordinator.members import Members
 from services.coordinator.slot_orders import SlotOrders
+from services.coordinator.store import VersionStore
 from services.coordinator.versions import Versions
-
-if TYPE_CHECKING:
-    from common.stream import StreamServer
 
 log = structlog.get_logger()
 
-OpenStream = Callable[[Runtime], AbstractAsyncContextManager["StreamServer"]]
+OpenStream = Callable[[Runtime], AbstractAsyncContextManager[StreamServer]]
 
 TICK_S = 0.25
 """How often leases are checked; an eighth of the shortest sensible lease."""
@@ -78,8 +76,6 @@ class CoordinatorService:
         if self._open_stream is None:
             await self._serve(stopping)
             return
-        from services.coordinator.store import VersionStore  # noqa: PLC0415
-
         async with self._open_stream(self._runtime) as server:
             store = VersionStore(server, MEMORY, self._runtime.run_id)
             store.sweep()
@@ -104,6 +100,7 @@ class CoordinatorService:
             await stopping.wait()
             watch.cancel()
             self._slots.close()
+            self._fanout.close()
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         """Expire leases and send due orders, at every tick and at every event."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import structlog
-from common.delta import encode
-from common.stream import Chunk, Encoding, StreamServer
 
+from common.delta import encode
 from common.errors import VersionGone
 from common.messages.coordinator import Manifest
+from common.stream import Chunk, Encoding, StreamServer
 
 log = structlog.get_logger()
 
@@ -60,6 +60,7 @@ class VersionSource:
         self._deltas = deltas
         self._file: BinaryIO | None = None
         self._kept: dict[int, Kept] = {}
+        self._changed_too_much: set[int] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._itemsize = itemsize(version.manifest)
@@ -83,13 +84,14 @@ class VersionSource:
             return Chunk(kept.encoding, self._file.read(kept.length))
 
     def _encode(self, number: int, before: Mapped, whole: memoryview) -> Kept | None:
-        if self._closed or not before.kept:
+        if self._closed or not before.kept or number in self._changed_too_much:
             return None
         encoded = encode(before.chunk(number), whole, self._itemsize)
-        # The trainer may have begun to overwrite what was just read.
-        if not before.kept or encoded.encoding is Encoding.FULL:
+        if encoded.encoding is Encoding.FULL:
+            self._changed_too_much.add(number)
             return None
-        return self._keep(number, encoded)
+        # Unless the trainer may have begun to overwrite what was just read.
+        return self._keep(number, encoded) if before.kept else None
 
     def _keep(self, number: int, encoded: Chunk) -> Kept:
         if self._file is None:
@@ -163,8 +165,9 @@ class VersionStore:
         wanted = {manifest.digest for manifest in read}
         for digest in [digest for digest in self._sources if digest not in wanted]:
             self._withdraw(digest)
-        kept = wanted | ({base.digest} if base else set())
-        self._let_go(kept)
+        if base is not None:
+            wanted.add(base.digest)
+        self._let_go(wanted)
 
     def _withdraw(self, digest: str) -> None:
         source = self._sources.pop(digest, None)
