@@ -26,7 +26,9 @@ STEPS_MIN = 2
 """Measured before anything is decided."""
 REVERSAL = 2.0
 """So many times `gain_min` must a change promise that takes back the last one."""
-HOLD_DOUBLINGS_MAX = 3
+NOISE_MAX = 0.1
+"""By which noise raises what a change must promise; more is a change of the run itself."""
+HOLD_DOUBLINGS_MAX = 6
 INTERVALS_PRIOR = 4
 """Holds until the next change, before any change was seen."""
 UNDONE_MAX = 4
@@ -303,7 +305,8 @@ def _weigh(state: PlannerState, measure: StepMeasure, rules: PlanRules) -> Plan:
         forecasts=forecasts,
         gain_s=gain_s,
         gain_share=1.0 if isinf(gain_s) else gain_s / now.step_s,
-        needed_share=rules.gain_min * (REVERSAL if opposite else 1.0) + state.costs.noise.value,
+        needed_share=rules.gain_min * (REVERSAL if opposite else 1.0)
+        + min(NOISE_MAX, state.costs.noise.value),
         horizon_steps=_horizon_steps(state, measure, rules),
         cost_s=_cost_s(state.costs, now, best, measure.switch_s, rules),
     )

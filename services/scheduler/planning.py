@@ -50,6 +50,7 @@ class Snapshot:
     metrics: Mapping[str, float]
     """The step's row."""
     ready_groups: int
+    groups_per_step: int
     steps_left: int
 
     @property
@@ -73,6 +74,7 @@ def snapshot(fleet: Fleet, book: Standing) -> Snapshot:
         made_tokens={w.name: w.decode_tokens for w in book.leases.fleet.statuses()},
         metrics=book.last_metrics,
         ready_groups=book.groups.count(GroupState.READY),
+        groups_per_step=book.rules.groups_per_step,
         steps_left=book.rules.max_steps - book.step,
     )
 
@@ -197,6 +199,7 @@ def step_measure(before: Snapshot, now: Snapshot, step: int) -> StepMeasure:
         steps_left=now.steps_left,
         settled=_settled(before.slots, now.slots),
         ready_groups=now.ready_groups,
+        starved=before.ready_groups < now.groups_per_step,
         replica_share=_replica_share(metrics),
         switch_s=now.switch_s,
     )

@@ -16,8 +16,11 @@ CARRIED = 0.5
 """Of what is known, by weight, when the split changes: the rest must be measured anew."""
 OUTLIER = 3.0
 """Values beyond so many times the smoothed one are a stall; they count as this much."""
-WAIT_SHARE_MIN = 0.1
+WAIT_SHARE_MIN = 0.005
 """A trainer that waits for more of the step than this is held up by the rollouts."""
+HINT_WEIGHT = 0.05
+"""Of a step that found its groups ready, as a hint that rollouts have no latency. Little, or what
+makes a change a mistake would be forgotten, and the mistake made again."""
 SPEED_MIN, SPEED_MAX = 0.02, 8.0
 """Bounds of a replica's speed in shares of the core's; beyond lies a torn measurement."""
 
@@ -53,6 +56,9 @@ class StepMeasure:
     settled: bool = True
     """Whether no slot was between two sides."""
     ready_groups: int = 0
+    """At its end."""
+    starved: bool = True
+    """Too few groups were ready at its beginning: else the trainer did not wait for rollouts."""
     replica_share: float | None = None
     """Of the step's tokens, what replicas computed; None where nobody counts."""
     switch_s: float | None = None
@@ -66,12 +72,19 @@ class Smoothed:
     value: float = 0.0
     weight: float = 0.0
 
-    def add(self, value: float) -> Self:
+    def add(self, value: float, weight: float = 1.0) -> Self:
         """One more step's value; high outliers are cut."""
-        if self.weight:
-            value = min(value, OUTLIER * self.value) if self.value > 0 else value
-        weight = KEPT * self.weight + 1
-        return replace(self, value=self.value + (value - self.value) / weight, weight=weight)
+        if self.value > 0:
+            value = min(value, OUTLIER * self.value)
+        total = KEPT * self.weight + weight
+        if total <= 0:
+            return self
+        return replace(self, value=self.value + (value - self.value) * weight / total, weight=total)
+
+    def doubted(self, weight: float) -> Self:
+        """The same after a hint that it is nothing."""
+        total = self.weight + weight
+        return replace(self, value=self.value * self.weight / total, weight=total)
 
     def scaled(self, factor: float) -> Self:
         """The same under another split, to be trusted less."""
@@ -93,7 +106,7 @@ class Costs:
     noise: Smoothed = Smoothed()
     """Share by which a step differs from those before."""
     overhead_s: Smoothed = Smoothed()
-    """Of a step, what is neither waiting nor training: fetching, publishing."""
+    """Of a step, what is neither training nor waiting for rollouts: fetching, publishing."""
     wait_share: Smoothed = Smoothed()
     needed_tokens: Smoothed = Smoothed()
     busy_s: Smoothed = Smoothed()
@@ -103,6 +116,7 @@ class Costs:
     """The last two of steps in which the trainer waited: then the workers were full. A worker that
     is half empty is as busy for fewer tokens."""
     latency_s: Smoothed = Smoothed()
+    """Weighed by how much of the step the trainer waited: a lost message is no latency."""
     speed_counted: bool = False
     """Whether the trainer itself has said what replicas do."""
 
@@ -132,27 +146,30 @@ def learn(costs: Costs, step: StepMeasure, *, fixed: int, overlapped: bool) -> C
     assert step.settled
     assert step.split == costs.split
     workers = max(1, fixed + step.split.rollout)
-    share = step.wait_s / step.step_s if step.step_s > 0 else 0.0
+    wait_s = step.wait_s if step.starved else 0.0
+    share = wait_s / step.step_s if step.step_s > 0 else 0.0
     learned = replace(
         costs,
         measured=costs.measured + 1,
         step_s=costs.step_s.add(step.step_s),
         noise=_noise(costs, step.step_s),
         train_s=costs.train_s.add(step.train_s),
-        overhead_s=costs.overhead_s.add(max(0.0, step.step_s - step.train_s - step.wait_s)),
+        overhead_s=costs.overhead_s.add(max(0.0, step.step_s - step.train_s - wait_s)),
         wait_share=costs.wait_share.add(share),
         needed_tokens=costs.needed_tokens.add(step.needed_tokens),
         busy_s=costs.busy_s.add(step.busy_s),
         made_tokens=costs.made_tokens.add(step.made_tokens),
     )
     if share > WAIT_SHARE_MIN or not overlapped:
-        rollout_s = step.step_s if overlapped else step.wait_s
+        rollout_s = step.step_s if overlapped else wait_s
         learned = replace(
             learned,
             full_busy_s=costs.full_busy_s.add(step.busy_s),
             full_made_tokens=costs.full_made_tokens.add(step.made_tokens),
-            latency_s=costs.latency_s.add(max(0.0, rollout_s - step.busy_s / workers)),
+            latency_s=costs.latency_s.add(max(0.0, rollout_s - step.busy_s / workers), share),
         )
+    elif not step.starved:
+        learned = replace(learned, latency_s=costs.latency_s.doubted(HINT_WEIGHT))
     if step.replica_share is not None and step.split.train and 0 < step.replica_share < 1:
         speed = step.replica_share / (1 - step.replica_share) / step.split.train
         learned = _with_speed(learned, speed, counted=True)
