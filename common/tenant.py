@@ -91,7 +91,10 @@ class Tenant:
         """
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            await self._watch()
+            try:
+                await self._watch()
+            finally:
+                self._tasks = None  # An order that comes now is refused.
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────
 

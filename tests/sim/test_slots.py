@@ -240,7 +240,7 @@ def play(
     return cluster
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("train_slots", [0, 1])
 def test_the_slot_begins_on_the_configured_side(
     seed: int, train_slots: int, tmp_path: Path
