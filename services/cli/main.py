@@ -1,4 +1,4 @@
-"""The command line: `libra run | serve | check | bench`."""
+"""The command line: `libra run | serve | check | scale | why | simulate | bench`."""
 
 import importlib
 import sys
@@ -87,6 +87,28 @@ def why(
     from services.cli.why import why as tell_why
 
     tell_why(trajectory, run, as_json=as_json)
+
+
+@app.command()
+def scale(
+    *,
+    train: Annotated[int | None, typer.Option(help="Hybrid slots that are to train.")] = None,
+    rollout: Annotated[int | None, typer.Option(help="Those that are to roll out.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run directory; the newest by default.")] = None,
+    hold: Annotated[float, typer.Option(help="So long the planner may not change it, s.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Stop waiting for it after so long, s.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON.")] = False,
+) -> None:
+    """Set how many hybrid slots train; without numbers, show where they stand."""
+    from services.cli.scale import Wanted
+    from services.cli.scale import scale as set_split
+
+    if (train is None) != (rollout is None):
+        raise ConfigError("scale: give both --train and --rollout, or none of them")
+    wanted = None
+    if train is not None and rollout is not None:
+        wanted = Wanted(train, rollout, hold, timeout)
+    set_split(run, wanted, as_json=as_json)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
