@@ -39,7 +39,7 @@ def test_a_run_without_hybrid_slots_has_nothing_to_scale() -> None:
 
 @pytest.mark.parametrize("split", [(1, 1), (4, 0), (4, -1)])
 def test_the_two_numbers_must_add_up_to_the_slots(split: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="the run has 3 hybrid slots; .* add up to 3"):
+    with pytest.raises(ConfigError, match=r"the run has 3 hybrid slots; .* add up to 3"):
         check(sim_config(buckets=[BucketConfig(name="short"), FLEX]), wanted(*split))
 
 
