@@ -70,6 +70,7 @@ def bench_migrate(*, rounds: int, block_steps: int, switch_every: int) -> BenchR
         finally:
             os.sched_setaffinity(0, before)
             stage.stop()
+        outcome.received = stage.received
     return report(outcome, len(cores))
 
 
@@ -95,6 +96,7 @@ def report(outcome: Outcome, cores: int) -> BenchReport:
             compared = _compared(outcome.steps, condition, beside, pack_s)
             figures[f"{condition} / {beside}"] = compared
         checks += _checks(condition, figures, _loop_share(by_condition[condition]))
+    figures["received"] = _received(outcome.received)
     figures["switch"] = _switch_figures(outcome, figures[QUIET]["step_s"])
     return BenchReport("migrate", figures, checks)
 
@@ -172,6 +174,12 @@ def _compared(
         for name in (condition, beside)
     ]
     return {"median": median(medians), "p99": tails[0] / tails[1]}
+
+
+def _received(received: dict[str, float]) -> dict[str, float]:
+    if not received.get("seconds"):
+        return {}
+    return {**received, "bytes_per_s": received["bytes"] / received["seconds"]}
 
 
 def _switch_figures(outcome: Outcome, step: float) -> dict[str, Any]:

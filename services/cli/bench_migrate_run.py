@@ -48,8 +48,8 @@ Holds = Callable[[Fleet], bool]
 
 SETTLE_STEPS = 2
 """At the start of a block; not counted."""
-START_S = 120.0
-"""Five Python processes, four of which import torch, on one core."""
+START_S = 240.0
+"""Seven Python processes, five of which import torch, on one core that may be shared."""
 ENTER_S = 60.0
 """For a slot to change sides and for a receiver to begin."""
 STEP_S = 60.0
@@ -83,6 +83,8 @@ class Outcome:
     steps: list[Step] = field(default_factory=list[Step])
     switches: list[SlotStatus] = field(default_factory=list[SlotStatus])
     """The slot after each completed change of side."""
+    received: dict[str, float] = field(default_factory=dict[str, float])
+    """As `bench_migrate_receiver.Received`."""
     packs: int = 0
     """Micro-batches of a step, all of the same cost."""
 
@@ -117,12 +119,13 @@ class Conductor:
 
     async def run(self) -> Outcome:
         """All rounds; the conditions in turn, in the other order every second round."""
-        await self._await_fleet(lambda fleet: bool(fleet.slots), START_S)
+        await self._await_fleet(_settled_on_rollout, START_S)
         for number in range(self._program.rounds):
             self._round = number
             for condition in CONDITIONS if number % 2 == 0 else reversed(CONDITIONS):
                 await self._enter(condition)
                 await self._block()
+        await self._enter(QUIET)
         self._over = True
         training = self._config.training
         sequences = batch_sequences(self._groups.values(), training)
@@ -213,7 +216,8 @@ class Conductor:
 
 
 def _settled_on_rollout(fleet: Fleet) -> bool:
-    return all(slot.side == "rollout" and slot.phase == "active" for slot in fleet.slots)
+    settled = [slot.side == "rollout" and slot.phase == "active" for slot in fleet.slots]
+    return bool(settled) and all(settled)
 
 
 async def perform(config: Config, stage: Stage, program: Program) -> Outcome:

@@ -1,6 +1,7 @@
 """The processes of the run that `bench_migrate` measures, and what they train."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ CONDITIONS = (QUIET, SWITCHING, BESIDE, STREAMING)
 NEIGHBOURS = {"receiver": STREAMING, "bystander": BESIDE}
 """Processes that are no part of a run, and when they are busy."""
 RUN = "bench-migrate"
+RECEIVED = "received.json"
+"""What the receiver has taken in."""
 GROUPS, GROUP_SIZE = 16, 4
 PROMPT_TOKENS, ACTION_TOKENS = 32, 64
 """4,096 trained tokens a step."""
@@ -149,15 +152,24 @@ class Stage:
                 raise RunFailed(f"{name} ended with code {code}:\n{self._tail(name)}")
 
     def stop(self) -> None:
-        """End them, the trainer first."""
-        for process in reversed(self._running.values()):
-            process.terminate()
+        """End them: neighbours at the end of their orders, the others when told."""
+        for name, process in reversed(self._running.items()):
+            if name not in NEIGHBOURS:
+                process.terminate()
+            elif process.stdin is not None:
+                process.stdin.close()
         for process in self._running.values():
             try:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(STOP_S)
+
+    @property
+    def received(self) -> dict[str, float]:
+        """What the receiver took in, after `stop`; empty when there was nothing to take."""
+        path = self._run_dir / RECEIVED
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def _spawn(self, spec: ProcessSpec) -> "subprocess.Popen[str]":
         command = [

@@ -29,7 +29,7 @@ def outcome(slower: dict[str, float], *, drift: float = 0.0) -> Outcome:
         for condition in CONDITIONS
         for _ in range(5)
     ]
-    return Outcome(steps, [], PACKS)
+    return Outcome(steps, packs=PACKS)
 
 
 def missed(seen: Outcome) -> set[str]:
@@ -65,7 +65,7 @@ def test_time_on_the_loop_is_a_share_of_the_step() -> None:
     seen = outcome({})
     slow = [step(STREAMING, 0.99, number=s.round, time__publish_loop=0.01) for s in seen.steps]
     kept = [s for s in seen.steps if s.condition != STREAMING]
-    assert missed(Outcome(kept + slow, [], PACKS)) == {"streaming: on the loop"}
+    assert missed(Outcome(kept + slow, packs=PACKS)) == {"streaming: on the loop"}
 
 
 def test_the_time_of_a_switch_is_given_by_phase_and_as_a_share_of_a_step() -> None:
