@@ -174,5 +174,7 @@ def processes_of(run_dir: str) -> dict[str, int]:
         with contextlib.suppress(OSError):
             arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if "--run-dir" in arguments and run_dir in arguments:
-                found[arguments[arguments.index("--name") + 1]] = int(entry.name)
+                replica = "services.trainer.replica_main" in arguments
+                name = arguments[arguments.index("--name") + 1] + ".replica" * replica
+                found[name] = int(entry.name)
     return found
