@@ -120,6 +120,7 @@ class Crew:
         tally = self._leases.tally
         return {
             "replicas/micro_batches": float(tally.replicas),
+            "replicas/own_micro_batches": float(tally.own),
             "replicas/again": float(tally.again),
             "time/wait_replicas": self.wait_s,
             "time/loop_replicas": self.loop_s,
@@ -322,7 +323,7 @@ class Crew:
     async def _receive(self, request: ReturnGradient) -> ReceivedGradient:
         """Open the gradient and check it, off the loop."""
         try:
-            file = ReceivedGradient(request.blob.path)
+            file = ReceivedGradient.open(request.blob.path)
         except OSError as error:
             file = await self._stream(request, error)
         checked = False

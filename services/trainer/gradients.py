@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import blake3
 import torch
@@ -23,10 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from common.errors import LibraError
 from common.messages.blob import Blob
+from common.stream import Chunk, Encoding, Streamer
 from services.trainer.rounds import Sum
 
 CHUNK_BYTES = 4 * 2**20
 """A multiple of every element's size."""
+FETCH_TIMEOUT_S = 30.0
+"""The core has long run the micro-batches itself when a sum takes so long."""
 WIRE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 WIRE_NAMES = {"float32": "F32", "bfloat16": "BF16"}
 """By `training.gradient_dtype`."""
@@ -124,6 +128,11 @@ class GradientFile:
             digest=name.hexdigest(),
         )
 
+    def chunks(self, blob: Blob) -> "MappedChunks":
+        """What was just written, for a receiver on another host."""
+        assert self._memory is not None
+        return MappedChunks(memoryview(self._memory), blob.chunk_bytes)
+
     def discard(self) -> None:
         """Never write to this file again: somebody may still read it."""
         self._path.unlink(missing_ok=True)
@@ -146,6 +155,20 @@ def _create(path: Path, length: int) -> mmap.mmap:
         os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True)
+class MappedChunks:
+    """A `ChunkSource` over memory."""
+
+    content: memoryview
+    chunk_bytes: int
+
+    def chunk(self, number: int, base: str) -> Chunk:
+        """As it is: sums of two steps have nothing in common."""
+        del base
+        first = number * self.chunk_bytes
+        return Chunk(Encoding.FULL, self.content[first : first + self.chunk_bytes])
+
+
 def chunk_hashes(content: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[int]:
     """xxh3-64 of each chunk."""
     for first in range(0, len(content), chunk_bytes):
@@ -155,13 +178,17 @@ def chunk_hashes(content: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterato
 class ReceivedGradient:
     """An open gradient file; it stays readable when its name is removed."""
 
-    def __init__(self, path: str) -> None:
-        """Open it.
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """Open one of this host.
 
         Raises:
             FileNotFoundError: it is not on this host.
         """
-        self._descriptor: int | None = os.open(path, os.O_RDONLY)
+        return cls(os.open(path, os.O_RDONLY))
 
     @property
     def path(self) -> str:
@@ -194,6 +221,33 @@ class ReceivedGradient:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class StreamedGradients:
+    """Brings gradients from other hosts into memory without a name."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    async def __call__(self, blob: Blob, sources: list[str]) -> ReceivedGradient:
+        """Stream one.
+
+        Raises:
+            StreamBroken: no source gave it in time.
+        """
+        descriptor = os.memfd_create("libra-gradient")
+        complete = False
+        try:
+            os.posix_fallocate(descriptor, 0, blob.length)
+            memory = mmap.mmap(descriptor, blob.length)
+            have = bytearray(len(blob.chunks))
+            into = memoryview(memory)
+            await self._streamer.fetch(blob, into, have, sources, timeout_s=FETCH_TIMEOUT_S)
+            complete = True
+        finally:
+            if not complete:
+                os.close(descriptor)
+        return ReceivedGradient(descriptor)
 
 
 @torch.no_grad()

@@ -232,7 +232,7 @@ class Replica:
             blob=computed.blob,
             dtype=computed.dtype,
             layout=computed.layout,
-            sources=[],
+            sources=self._engine.sources,
             tokens=computed.tokens,
             sums=computed.sums,
             busy_s=busy_s,

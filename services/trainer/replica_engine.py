@@ -25,6 +25,7 @@ from common.errors import ShardCorrupt, VersionGone
 from common.messages.blob import Blob
 from common.messages.coordinator import Manifest
 from common.messages.trainer import PackData, SequenceData, WorkOffer
+from common.stream import StreamServer
 from common.weights import NO_VERSION
 from services.trainer.batch import TrainingSequence
 from services.trainer.gradients import WIRE_NAMES, GradientFile, GradientLayout, chunk_hashes
@@ -57,17 +58,18 @@ class Computed:
 class ReplicaEngine:
     """A policy whose gradient can be asked for."""
 
-    def __init__(self, config: Config, stem: Path) -> None:
+    def __init__(self, config: Config, stem: Path, server: StreamServer | None = None) -> None:
         """Load the policy; blocks for as long as that takes.
 
         Args:
             config: the job.
             stem: gradient files are this path and a number.
+            server: offers gradients to a trainer on another host.
 
         Raises:
             ConfigError: the model cannot be used.
         """
-        self._config, self._stem = config, stem
+        self._config, self._stem, self._server = config, stem, server
         torch.set_num_threads(config.training.threads)
         path = Path(config.model.path)
         policy = load_policy(path)
@@ -77,6 +79,8 @@ class ReplicaEngine:
         self._dtype = WIRE_NAMES[config.training.gradient_dtype]
         self._totals = Totals(self._pieces.device)
         self._files: list[GradientFile] = []
+        self._offered: dict[int, str] = {}
+        """Digest of what each buffer holds."""
         self._next = 0
         self._residual: Tensor | None = None
         """What rounding took away from sums so far, and the next one gives back."""
@@ -90,6 +94,11 @@ class ReplicaEngine:
     def policy(self) -> Policy:
         """For its parameters."""
         return self._pieces.policy
+
+    @property
+    def sources(self) -> list[str]:
+        """Where gradients can be streamed from."""
+        return [self._server.address] if self._server is not None else []
 
     def close(self) -> None:
         """End the thread and leave no file behind."""
@@ -148,12 +157,16 @@ class ReplicaEngine:
             torch.cuda.empty_cache()
 
     def _drop_files(self) -> None:
+        for buffer in range(len(self._files)):
+            self._withdraw(buffer)
         for file in self._files:
             file.discard()
         self._files = []
 
     @torch.no_grad()
     def _apply(self, manifest: Manifest) -> None:
+        if (self.version, self.digest) == (manifest.version, manifest.digest):
+            return  # Whoever asked before gave up waiting.
         self._forget()
         self.version = NO_VERSION
         memory = _map(manifest)
@@ -204,13 +217,23 @@ class ReplicaEngine:
         if self._dtype != "F32" and self._residual is None:
             self._residual = torch.zeros(self._layout.count)
         buffer, self._next = self._next, (self._next + 1) % BUFFERS
+        self._withdraw(buffer)
         blob = self._files[buffer].write(self.policy, self._residual)
+        if self._server is not None:
+            self._server.offer(blob.digest, self._files[buffer].chunks(blob))
+            self._offered[buffer] = blob.digest
         sums = self._totals.report()
         self._forget()
         return Computed(blob, self._dtype, self._layout.digest, sums, int(sums[1]), buffer)
 
+    def _withdraw(self, buffer: int) -> None:
+        digest = self._offered.pop(buffer, None)
+        if self._server is not None and digest is not None:
+            self._server.withdraw(digest)
+
     def _discard(self, computed: Computed) -> None:
         if self._files:
+            self._withdraw(computed.buffer)
             self._files[computed.buffer].discard()
         if self._residual is not None:  # Most of it belongs to the sum that did not count.
             self._residual.zero_()

@@ -32,10 +32,11 @@ from common.messages.coordinator import (
 from common.messages.rollout import ApplyVersion
 from common.messages.slots import TakeSlot, YieldSlot
 from common.messages.trainer import PackData, ReturnGradient, WorkOffer
-from common.service import Runtime
+from common.stream import StreamServer
 from common.transport.sim import Faults, SimNetwork
+from common.transport.sim_stream import SimStreamNetwork
 from services.trainer.crew import Crew
-from services.trainer.gradients import chunk_hashes
+from services.trainer.gradients import StreamedGradients, chunk_hashes
 from services.trainer.leases import Own, Wait
 from services.trainer.pieces import Totals
 from services.trainer.replica import Replica
@@ -63,8 +64,8 @@ class Slow:
 class SlowEngine(ReplicaEngine):
     """The real one, which takes virtual time and may lie."""
 
-    def __init__(self, config: Config, stem: Path, manner: Slow) -> None:
-        super().__init__(config, stem)
+    def __init__(self, config: Config, stem: Path, manner: Slow, server: StreamServer) -> None:
+        super().__init__(config, stem, server)
         self.manner = manner
 
     async def accumulate(self, offer: WorkOffer, pack: PackData) -> None:
@@ -127,7 +128,7 @@ class Job:
     core: Learner
     alone: Learner
     tasks: asyncio.TaskGroup
-    runtimes: dict[str, Runtime] = field(default_factory=dict[str, Runtime])
+    streams: SimStreamNetwork
     running: "dict[str, asyncio.Task[None]]" = field(
         default_factory=dict[str, "asyncio.Task[None]"]
     )
@@ -141,15 +142,18 @@ class Job:
         await until(lambda: slot in self.coordinator.members)
 
     async def run_replica(self, slot: str, manner: Slow, incarnation: int) -> None:
-        engine = SlowEngine(self.config, self.directory / f"g-{slot}-{incarnation}", manner)
-        try:
-            async with process(
+        stem = self.directory / f"g-{slot}-{incarnation}"
+        async with (
+            self.streams.server(f"stream://{slot}") as server,
+            process(
                 self.network, "replica", slot, config=self.config, incarnation=incarnation
-            ) as runtime:
-                self.runtimes[slot] = runtime
+            ) as runtime,
+        ):
+            engine = SlowEngine(self.config, stem, manner, server)
+            try:
                 await Replica(runtime, engine).run(self.stopping)
-        finally:
-            engine.close()
+            finally:
+                engine.close()
 
     def kill(self, slot: str) -> str:
         peer = self.coordinator.members.pop(slot).peer
@@ -208,12 +212,16 @@ async def job(
         async with process(network, "coordinator", "coordinator") as beside:
             coordinator = Coordinator(beside.mesh)
             coordinator.serve()
-            crew = Crew(1, helper, clock=loop.time)
+            streams = SimStreamNetwork(1)
+            fetcher = StreamedGradients(streams.streamer())
+            crew = Crew(1, helper, clock=loop.time, fetcher=fetcher)
             crew.serve_on(beside.mesh)
             core, alone = (Learner(tiny_policy(tmp_path / "model"), config) for _ in range(2))
             crew.prepare(core.layout)
             async with asyncio.TaskGroup() as tasks:
-                made = Job(network, config, tmp_path, coordinator, crew, core, alone, tasks)
+                made = Job(
+                    network, config, tmp_path, coordinator, crew, core, alone, tasks, streams
+                )
                 yield made
                 made.stopping.set()
 
@@ -331,6 +339,34 @@ def test_a_replica_that_lies_costs_its_own_work(tmp_path: Path, lie: str) -> Non
             manner = Slow(lie=LIES[lie])
             await made.start("a", manner)
             assert await made.coordinator.take("a")
+            assert await train(made, range(1, 3)) == 0
+            assert manner.finished
+
+    run_sim(scenario())
+
+
+def elsewhere(computed: Computed) -> Computed:
+    """As if written on a host whose memory the core does not see."""
+    return replace(computed, blob=computed.blob.model_copy(update={"path": "/nonexistent/g"}))
+
+
+def test_gradients_of_another_host_are_streamed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with job(tmp_path) as made:
+            await made.start("a", Slow(lie=elsewhere))
+            assert await made.coordinator.take("a")
+            assert await train(made, range(1, 4)) > 0
+
+    run_sim(scenario())
+
+
+def test_a_host_that_streams_nothing_costs_its_own_work(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with job(tmp_path) as made:
+            manner = Slow(lie=elsewhere)
+            await made.start("a", manner)
+            assert await made.coordinator.take("a")
+            made.streams.kill("stream://a")
             assert await train(made, range(1, 3)) == 0
             assert manner.finished
 
