@@ -124,14 +124,15 @@ async def _scale(
             return await run.slots(), 0.0
         began_s = loop.time()
         await run.order(wanted)
-        shown = ""
+        shown: list[tuple[str, str]] = []
         while True:
             slots = await run.slots()
             took_s = loop.time() - began_s
-            line = "  ".join(map(describe, slots))
-            if line != shown:
+            stand = [(slot.side, slot.phase) for slot in slots]
+            if stand != shown:
+                line = "  ".join(map(describe, slots))
                 console.print(f"{took_s:6.1f} s  {line}", markup=False, soft_wrap=True)
-                shown = line
+                shown = stand
             if holds(slots, wanted.train) or took_s > wanted.timeout_s:
                 return slots, took_s
             await asyncio.sleep(LOOK_S)
