@@ -12,6 +12,7 @@ import pytest
 import structlog
 import uvloop
 import xxhash
+import zmq
 
 from common.clock import run_sim
 from common.delta import encode
@@ -80,6 +81,13 @@ class Source:
         if self.base is not None and self.base[0] == base:
             return encode(self.base[1][part], content, 2)
         return Chunk(Encoding.FULL, content)
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    async with asyncio.timeout(LIMIT_S):
+        while not reached():  # noqa: ASYNC110  A thread sets no asyncio event.
+            await asyncio.sleep(0.001)
 
 
 def blob_of(content: bytes, chunk_bytes: int = CHUNK, digest: str = "digest") -> Blob:
@@ -274,8 +282,7 @@ def test_a_relay_answers_when_the_chunk_arrives(net: Net) -> None:
             server.offer("digest", source)
             async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
                 fetch = tasks.create_task(receiver.fetch(streamer, server.address))
-                while 2 not in source.asked:
-                    await asyncio.sleep(0.001)
+                await until(lambda: 2 in source.asked)
                 assert not fetch.done()
                 source.missing.clear()
                 server.arrived("digest", 2)
@@ -298,8 +305,7 @@ def test_whoever_waits_is_told_when_it_is_withdrawn(net: Net) -> None:
 
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(broken())
-                while 1 not in source.asked:
-                    await asyncio.sleep(0.001)
+                await until(lambda: 1 in source.asked)
                 server.withdraw("digest")
         assert list(receiver.have) == [1, 0]
 
@@ -320,8 +326,7 @@ def test_a_source_that_dies_gives_way_and_nothing_is_fetched_twice(net: Net) -> 
                     fetch = tasks.create_task(
                         receiver.fetch(streamer, before.address, after.address)
                     )
-                    while sum(receiver.have) < 3:
-                        await asyncio.sleep(0.001)
+                    await until(lambda: sum(receiver.have) == 3)
                 await fetch
         assert receiver.memory == content
         assert set(second.asked) == {3}
@@ -371,8 +376,7 @@ def test_a_fetch_that_is_cancelled_lets_go_of_the_memory(net: Net) -> None:
             server.offer("digest", source)
             async with asyncio.TaskGroup() as tasks:
                 fetch = tasks.create_task(receiver.fetch(streamer, server.address))
-                while 1 not in source.asked:
-                    await asyncio.sleep(0.001)
+                await until(lambda: 1 in source.asked)
                 fetch.cancel()
             source.missing.clear()
             before = bytes(receiver.memory)
@@ -401,8 +405,6 @@ def test_garbage_ends_neither_a_server_nor_a_fetch() -> None:
 
     async def scenario() -> None:
         async with open_stream_server() as server, open_streamer() as streamer:
-            import zmq
-
             server.offer("digest", Source(content))
             with zmq.Context() as context, context.socket(zmq.DEALER) as rude:
                 rude.connect(server.address)
