@@ -1,7 +1,9 @@
 """Two data-parallel ranks as real processes."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +53,11 @@ def test_two_ranks_equal_one_until_one_is_killed(tmp_path: Path, model: Path) ->
         child = two._children[0]
         os.kill(child.pid, signal.SIGKILL)
         child.wait(10)
+        with publishing(tmp_path / "later", two) as publisher:
+            segment = publisher.choose(())
+            assert segment is not None
+            with pytest.raises(RunFailed, match="trainer rank 1"):
+                two.publish(publisher, segment).result(30)
         with pytest.raises(RunFailed, match="trainer rank 1"):
             two.train(sequences(4), 4)
     finally:
@@ -59,10 +66,7 @@ def test_two_ranks_equal_one_until_one_is_killed(tmp_path: Path, model: Path) ->
 
 def assert_published(tmp_path: Path, ranks: Ranks) -> None:
     """Each rank writes its rows; the file is what gathering would have given."""
-    (tmp_path / "segments").mkdir()
-    with ThreadPoolExecutor(1) as executor:
-        publisher = Publisher(tmp_path / "segments", "run", torch.float32, executor)
-        publisher.prepare(ranks.outlet.shapes)
+    with publishing(tmp_path / "segments", ranks) as publisher:
         for step in (4, 5):
             segment = publisher.choose(())
             assert segment is not None
@@ -73,7 +77,18 @@ def assert_published(tmp_path: Path, ranks: Ranks) -> None:
             assert loaded.keys() == expected.keys()
             assert all(torch.equal(loaded[name], value) for name, value in expected.items())
             ranks.train(sequences(4, seed=step), step, before_update=publisher.join)
-        publisher.close()
+
+
+@contextlib.contextmanager
+def publishing(directory: Path, ranks: Ranks) -> Generator[Publisher]:
+    directory.mkdir()
+    with ThreadPoolExecutor(1) as executor:
+        publisher = Publisher(directory, "run", torch.float32, executor)
+        publisher.prepare(ranks.outlet.shapes)
+        try:
+            yield publisher
+        finally:
+            publisher.close()
 
 
 def save(run_dir: Path, model: Path, ranks: Ranks) -> Path:
