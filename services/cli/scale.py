@@ -11,7 +11,14 @@ from rich.console import Console
 
 from common.config import Config
 from common.config_load import load_config
-from common.errors import ConfigError, Refusal, RequestRefused, RunFailed, TransportError
+from common.errors import (
+    ConfigError,
+    LibraError,
+    Refusal,
+    RequestRefused,
+    RunFailed,
+    TransportError,
+)
 from common.identity import new_identity
 from common.mesh import Mesh
 from common.messages.coordinator import GetFleet, SetSplit, SlotStatus
@@ -114,28 +121,37 @@ def check(config: Config, wanted: Wanted | None) -> None:
 async def _scale(
     place: Place, wanted: Wanted | None, console: Console
 ) -> tuple[list[SlotStatus], float]:
-    """Order the split and look at the slots until it holds or its time is over."""
-    loop = asyncio.get_running_loop()
     identity = str(new_identity(place.run_id, "cli", "scale"))
     bind = bind_address(place.address, local=True)
     async with Mesh(ZmqTransport(identity, bind)) as mesh:
-        run = _Run(mesh, place)
-        if wanted is None:
-            return await run.slots(), 0.0
-        began_s = loop.time()
-        await run.order(wanted)
-        shown: list[tuple[str, str]] = []
-        while True:
-            slots = await run.slots()
-            took_s = loop.time() - began_s
-            stand = [(slot.side, slot.phase) for slot in slots]
-            if stand != shown:
-                line = "  ".join(map(describe, slots))
-                console.print(f"{took_s:6.1f} s  {line}", markup=False, soft_wrap=True)
-                shown = stand
-            if holds(slots, wanted.train) or took_s > wanted.timeout_s:
-                return slots, took_s
-            await asyncio.sleep(LOOK_S)
+        try:
+            return await _watch(_Run(mesh, place), wanted, console)
+        except LibraError as error:
+            failure = error
+    raise failure  # Not in the block above, which would make a group of it.
+
+
+async def _watch(
+    run: "_Run", wanted: Wanted | None, console: Console
+) -> tuple[list[SlotStatus], float]:
+    """Order the split and look at the slots until it holds or its time is over."""
+    if wanted is None:
+        return await run.slots(), 0.0
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await run.order(wanted)
+    shown: list[tuple[str, str]] = []
+    while True:
+        slots = await run.slots()
+        took_s = loop.time() - began_s
+        stand = [(slot.side, slot.phase) for slot in slots]
+        if stand != shown:
+            line = "  ".join(map(describe, slots))
+            console.print(f"{took_s:6.1f} s  {line}", markup=False, soft_wrap=True)
+            shown = stand
+        if holds(slots, wanted.train) or took_s > wanted.timeout_s:
+            return slots, took_s
+        await asyncio.sleep(LOOK_S)
 
 
 class _Run:
