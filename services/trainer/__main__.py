@@ -1,6 +1,17 @@
 """`python -m services.trainer`."""
 
-from common.service import leave, main
+from common.service import Runtime, leave, main
+from common.transport.stream import ZmqStreamer
 from services.trainer.service import TrainerService
 
-leave(main("trainer", TrainerService))
+
+def streaming(runtime: Runtime) -> TrainerService:
+    """The service as a process: replicas on other hosts stream their gradients to it."""
+
+    def open_streamer(runtime: Runtime) -> ZmqStreamer:
+        return ZmqStreamer(runtime.config.coordinator.stream_bytes_per_s_max)
+
+    return TrainerService(runtime, open_streamer=open_streamer)
+
+
+leave(main("trainer", streaming))

@@ -6,16 +6,21 @@ what it does not return in time is computed by the core.
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
 from common.errors import Refusal, RequestRefused, TransportError, VersionGone, WeightError
-from common.membership import Membership
+from common.membership import MEMORY, Membership
 from common.messages.coordinator import Manifest, Member
 from common.messages.rollout import ApplyVersion, FetchVersion, VersionApplied, VersionFetched
 from common.messages.trainer import GradientTaken, LeaseWork, ReturnGradient, WorkOffer
 from common.service import Runtime
+from common.stream import StreamServer
 from common.tenant import Tenant
 from common.weights import NO_VERSION
 from services.trainer.leases import NO_LEASE
@@ -23,20 +28,64 @@ from services.trainer.replica_engine import Computed, ReplicaEngine
 
 log = structlog.get_logger()
 
-MEMORY = Path("/dev/shm")  # noqa: S108  (a memory file system is the point)
 LEASE_TIMEOUT_S = 2.0
 """The trainer answers within one."""
 RETRY_S = 0.5
 RETURN_TIMEOUT_S = 10.0
 """For the core to come to the end of its micro-batch; after that the sum is late anyway."""
 RETURN_TRIES = 2
+FETCH_SHARE = 0.8
+"""Of the coordinator's limit: who cannot fetch says so, by name, before it is given up."""
+BRING_SHARE = 0.4
+"""The same for who is told to apply what it has not fetched."""
+
+
+class Copies(Protocol):
+    """Versions on this host: `common.mirror.Mirror`, or the segments themselves."""
+
+    labels: dict[str, str]
+    """Of the member that has them: which memory it sees, and where it passes chunks on."""
+
+    async def bring(
+        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
+    ) -> Manifest:
+        """The same version, with a segment that this process can open, or a `WeightError`."""
+        ...
+
+
+class InPlace:
+    """All processes see the trainer's segments."""
+
+    def __init__(self) -> None:
+        self.labels: dict[str, str] = {}
+
+    async def bring(
+        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
+    ) -> Manifest:
+        """It is here already."""
+        del sources, timeout_s
+        return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """How bulk bytes come and go."""
+
+    copies: Copies = field(default_factory=InPlace)
+    server: StreamServer | None = None
+    """Offers gradients to a trainer on another host; None: it sees this one's memory."""
+
+
+OpenStreams = Callable[[Runtime], AbstractAsyncContextManager[Streams]]
 
 
 class ReplicaService:
     """The process."""
 
-    def __init__(self, runtime: Runtime, memory: Path = MEMORY) -> None:
-        self._runtime, self._memory = runtime, memory
+    def __init__(
+        self, runtime: Runtime, open_streams: OpenStreams | None = None, memory: Path = MEMORY
+    ) -> None:
+        self._runtime, self._open_streams, self._memory = runtime, open_streams, memory
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Load the policy, then compute whenever the slot is ours, until `stopping` is set.
@@ -44,12 +93,18 @@ class ReplicaService:
         Raises:
             ConfigError: the model cannot be used.
         """
+        async with contextlib.AsyncExitStack() as stack:
+            streams = Streams()
+            if self._open_streams is not None:
+                streams = await stack.enter_async_context(self._open_streams(self._runtime))
+            await self._run(streams, stopping)
+
+    async def _run(self, streams: Streams, stopping: asyncio.Event) -> None:
         runtime = self._runtime
         stem = self._memory / f"libra-{runtime.run_id}-g-{runtime.name}"
-        loop = asyncio.get_running_loop()
-        engine = await loop.run_in_executor(None, ReplicaEngine, runtime.config, stem)
+        engine = await asyncio.to_thread(ReplicaEngine, runtime.config, stem, streams.server)
         try:
-            await Replica(runtime, engine).run(stopping)
+            await Replica(runtime, engine, streams.copies).run(stopping)
         finally:
             engine.close()
 
@@ -57,9 +112,14 @@ class ReplicaService:
 class Replica:
     """Serves the coordinator, and works for the trainer while it is awake."""
 
-    def __init__(self, runtime: Runtime, engine: ReplicaEngine) -> None:
+    def __init__(
+        self, runtime: Runtime, engine: ReplicaEngine, copies: Copies | None = None
+    ) -> None:
         self._mesh, self._slot, self._engine = runtime.mesh, runtime.name, engine
-        self._membership = Membership(runtime, {"slot": runtime.name})
+        self._copies = copies or InPlace()
+        self._limit_s = runtime.config.coordinator.apply_timeout_s
+        labels = {**self._copies.labels, "slot": runtime.name}
+        self._membership = Membership(runtime, labels)
         self._tenant = Tenant(runtime.mesh, self._membership, self)
         self._working = asyncio.Event()
         """Set while new work may be taken."""
@@ -119,17 +179,16 @@ class Replica:
 
     async def _fetch_version(self, _sender: str, request: FetchVersion) -> VersionFetched:
         began_s = self._now()
-        manifest = await self._bring(request.manifest, request.sources)
+        try:
+            await self._bring(request.manifest, request.sources, FETCH_SHARE)
+        except WeightError as error:
+            raise _refused(error) from error
         return VersionFetched(
-            version=manifest.version, streamed_bytes=0, fetch_s=self._now() - began_s
+            version=request.manifest.version, streamed_bytes=0, fetch_s=self._now() - began_s
         )
 
-    async def _bring(self, manifest: Manifest, sources: list[str]) -> Manifest:
-        """Have the version on this host."""
-        del sources
-        if not await asyncio.to_thread(Path(manifest.segment).exists):
-            raise RequestRefused(Refusal.NOT_FOUND, str(VersionGone(manifest.version)))
-        return manifest
+    async def _bring(self, manifest: Manifest, sources: list[str], share: float) -> Manifest:
+        return await self._copies.bring(manifest, sources, timeout_s=share * self._limit_s)
 
     async def _apply_version(self, _sender: str, request: ApplyVersion) -> VersionApplied:
         """Take a version's weights. The engine finishes a micro-batch first, no more."""
@@ -139,11 +198,10 @@ class Replica:
         async with self._swapping:
             if manifest.version > engine.version:
                 try:
-                    await engine.apply(await self._bring(manifest, request.sources))
+                    local = await self._bring(manifest, request.sources, BRING_SHARE)
+                    await engine.apply(local)
                 except WeightError as error:
-                    gone = isinstance(error, VersionGone)
-                    refusal = Refusal.NOT_FOUND if gone else Refusal.FAILED
-                    raise RequestRefused(refusal, str(error)) from error
+                    raise _refused(error) from error
                 finally:
                     self._membership.applied_version = engine.version
         apply_s = self._now() - began_s
@@ -264,3 +322,8 @@ class Replica:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _refused(error: WeightError) -> RequestRefused:
+    refusal = Refusal.NOT_FOUND if isinstance(error, VersionGone) else Refusal.FAILED
+    return RequestRefused(refusal, f"{type(error).__name__}: {error}")

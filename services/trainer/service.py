@@ -10,9 +10,11 @@ to 1.6 times as long.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,10 +28,12 @@ from common.messages.coordinator import MemberUpdate
 from common.messages.scheduler import GroupData, StepFinished
 from common.messages.trainer import GetTrainerStatus, TrainerStatus
 from common.service import Runtime
+from common.stream import Streamer
 from common.weights import NO_VERSION, version_id
 from services.trainer import checkpoint
 from services.trainer.batch import TrainingSequence, batch_sequences
-from services.trainer.crew import Crew
+from services.trainer.crew import Crew, Fetcher
+from services.trainer.gradients import StreamedGradients
 from services.trainer.model import DTYPES
 from services.trainer.peers import Peers
 from services.trainer.publish import COPY_TIMEOUT_S, Publisher, Segment
@@ -65,8 +69,13 @@ class Batch:
 class TrainerService:
     """The training loop of one run."""
 
-    def __init__(self, runtime: Runtime, segments: Path = SEGMENTS) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        runtime: Runtime,
+        segments: Path = SEGMENTS,
+        open_streamer: Callable[[Runtime], AbstractAsyncContextManager[Streamer]] | None = None,
+    ) -> None:
+        self._runtime, self._open_streamer = runtime, open_streamer
         self._training = runtime.config.training
         self._membership = Membership(runtime)
         self._segments = segments
@@ -90,12 +99,20 @@ class TrainerService:
         self._peers = Peers(self._membership, stopping)
         self._set_phase("loading")
         self._runtime.mesh.serve(GetTrainerStatus, self._status)
+        async with contextlib.AsyncExitStack() as stack:
+            fetcher = None
+            if self._open_streamer is not None:
+                streamer = await stack.enter_async_context(self._open_streamer(self._runtime))
+                fetcher = StreamedGradients(streamer)
+            await self._run(fetcher)
+
+    async def _run(self, fetcher: Fetcher | None) -> None:
         with (
             ThreadPoolExecutor(1, "libra-train") as self._train_thread,
             ThreadPoolExecutor(1, "libra-copy") as copy_thread,
             ThreadPoolExecutor(1, "libra-gradients") as gradient_thread,
         ):
-            self._crew = Crew(self._training.ranks, gradient_thread)
+            self._crew = Crew(self._training.ranks, gradient_thread, fetcher=fetcher)
             self._crew.serve_on(self._runtime.mesh)
             self._membership.on_change(self._note_departure)
             self._publisher = Publisher(
