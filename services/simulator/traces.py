@@ -1,12 +1,14 @@
 """Recorded trajectories: what each turn sampled, which tool it called and what came back."""
 
 import json
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from typing import cast
 
+from common.config_load import did_you_mean
 from common.errors import ConfigError
 from common.trajectory import ToolStatus
 
@@ -68,23 +70,39 @@ _PARTS = (
     (("empty", "no_result", "not_found"), ToolStatus.EMPTY),
 )
 _ENDING_WORDS = ("final", "none", "answer", "answered", "stop", "stopped", "end", "finished")
+_OUTCOMES = ", ".join([*_STATUS_OF_WORD, "final"])
+_KEYS = ("trajectory_id", "group", "reward", "turns")
+_KEYS_OF_TURN = (
+    "prompt_tokens_added",
+    "output_tokens",
+    "tool",
+    "tool_outcome",
+    "tool_latency_s",
+    "observation_tokens",
+)
+_MISSPELT_FROM = 0.7
+"""So like a known key that it was meant: `latency_s`, `group_id`, but not `tool_name`."""
 
 
 def status_of(word: str | None, *, last: bool) -> ToolStatus | None:
-    """Read an outcome word: exactly, else by its parts, else as a return like any other.
+    """Read an outcome word: exactly, else by its parts.
 
     Only the last turn may end without a tool call: a word that says so earlier was followed by
     more, so something came back.
+
+    Raises:
+        ValueError: nobody knows what the word means; says what to write.
     """
     name = (word or "").strip().lower().replace(" ", "_").replace("-", "_")
     if name in _STATUSES:
         return _STATUSES[name]
-    if last and (not name or name in _ENDING_WORDS):
-        return None
+    if not name or name in _ENDING_WORDS:
+        return None if last else ToolStatus.OK
     for parts, status in _PARTS:
         if any(part in name for part in parts):
             return status
-    return ToolStatus.OK
+    hint = did_you_mean(name, ", ".join([*_STATUSES, *_ENDING_WORDS]))
+    raise ValueError(f"{word!r} is no outcome{hint}; write one of {_OUTCOMES}")
 
 
 class _BadLine(Exception):
@@ -94,8 +112,7 @@ class _BadLine(Exception):
 def read_traces(path: Path) -> list[TraceTrajectory]:
     """Read recorded trajectories, one JSON object per line, in the order of the file.
 
-    A trajectory without a group is a group of its own. One whose id was there before gets a
-    number behind it.
+    A trajectory without a group is a group of its own.
 
     Raises:
         ConfigError: the file cannot be read, is empty or has bad lines; names up to 20.
@@ -106,21 +123,19 @@ def read_traces(path: Path) -> list[TraceTrajectory]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     trajectories: list[TraceTrajectory] = []
     problems: list[str] = []
-    seen: Counter[str] = Counter()
+    lines_of: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             trajectory = _trajectory(line)
+            _check_new(trajectory.trajectory_id, number, lines_of)
         except _BadLine as error:
             problems.append(f"{path}:{number}: {error}")
             continue
         except RecursionError:  # By the parser, or while a nested value is shown.
             problems.append(f"{path}:{number}: is nested too deeply; see the schema of traces")
             continue
-        seen[trajectory.trajectory_id] += 1
-        if (times := seen[trajectory.trajectory_id]) > 1:
-            trajectory = replace(trajectory, trajectory_id=f"{trajectory.trajectory_id}#{times}")
         trajectories.append(trajectory)
     if problems:
         more = len(problems) - PROBLEMS_MAX
@@ -131,12 +146,30 @@ def read_traces(path: Path) -> list[TraceTrajectory]:
     return trajectories
 
 
+def _check_new(trajectory_id: str, number: int, lines_of: dict[str, int]) -> None:
+    first = lines_of.setdefault(trajectory_id, number)
+    if first != number:
+        raise _BadLine(
+            f"trajectory_id: {trajectory_id!r} is that of line {first}; give each trajectory an id "
+            "of its own, or drop one"
+        )
+
+
+def _check_keys(fields: dict[str, object], known: Sequence[str], where: str = "") -> None:
+    """Refuse a key that is like one that is left out. Others are the writer's own business."""
+    left_out = [key for key in known if key not in fields]
+    for key in fields:
+        if key not in known and (meant := get_close_matches(key, left_out, 1, _MISSPELT_FROM)):
+            raise _BadLine(f"{where}{key}: unknown key (did you mean '{meant[0]}'?); rename it")
+
+
 def _trajectory(line: bytes) -> TraceTrajectory:
     try:
         row: object = json.loads(line)
     except ValueError as error:
         raise _BadLine(f"not JSON ({error}); write one object per line") from error
     fields = _table(row, "the line")
+    _check_keys(fields, _KEYS)
     name = _text(fields, "trajectory_id")
     if not name:
         raise _BadLine("trajectory_id: is missing; give each trajectory an id of its own")
@@ -144,6 +177,8 @@ def _trajectory(line: bytes) -> TraceTrajectory:
     if not isinstance(rows, list) or not rows:
         raise _BadLine("turns: must be a list of at least one turn; drop the line if it has none")
     turns = [_table(turn, f"turns[{k}]") for k, turn in enumerate(cast("list[object]", rows))]
+    for k, turn in enumerate(turns):
+        _check_keys(turn, _KEYS_OF_TURN, f"turns[{k}].")
     prompt_tokens = _count(turns[0], "prompt_tokens_added", "turns[0].")
     if prompt_tokens == 0:
         raise _BadLine("turns[0].prompt_tokens_added: is 0; give the prompt's tokens, at least 1")
@@ -168,10 +203,14 @@ def _turn(turns: list[dict[str, object]], index: int) -> TraceTurn:
     latency = turn.get("tool_latency_s")
     if latency is not None and (latency := _number(latency, f"{where}tool_latency_s")) < 0:
         raise _BadLine(f"{where}tool_latency_s: is negative; give seconds, or null if not known")
+    try:
+        status = status_of(_text(turn, "tool_outcome", where), last=last)
+    except ValueError as error:
+        raise _BadLine(f"{where}tool_outcome: {error}") from error
     return TraceTurn(
         output_tokens=_count(turn, "output_tokens", where),
         tool=_text(turn, "tool", where),
-        status=status_of(_text(turn, "tool_outcome", where), last=last),
+        status=status,
         observation_tokens=observed,
         latency_s=latency,
     )

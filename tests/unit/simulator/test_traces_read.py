@@ -57,12 +57,14 @@ def test_a_trajectory_without_a_group_is_a_group_of_its_own(tmp_path: Path) -> N
     assert [trajectory.group_id for trajectory in trajectories] == ["t0", "t1"]
 
 
-def test_an_id_that_was_there_before_gets_a_number(tmp_path: Path) -> None:
-    assert [t.trajectory_id for t in read(tmp_path, row(), row(), "", row())] == [
-        "t0",
-        "t0#2",
-        "t0#3",
-    ]
+def test_an_id_that_was_there_before_is_refused_with_both_lines(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, row(), "", row())
+    assert "trace.jsonl:3: trajectory_id: 't0' is that of line 1; give" in problem
+
+
+def test_keys_that_are_like_no_key_that_is_left_out_are_the_writers_own(tmp_path: Path) -> None:
+    own = row(turn(tool_name="x", tools=[], latency_s=1), model="m", source="s", group_id=3)
+    assert len(read(tmp_path, own)) == 1
 
 
 def test_an_observation_that_is_not_given_is_what_the_next_turn_adds(tmp_path: Path) -> None:
@@ -84,7 +86,6 @@ def test_an_observation_that_is_not_given_is_what_the_next_turn_adds(tmp_path: P
         ("parse failure", ToolStatus.MALFORMED),
         ("success", ToolStatus.OK),
         ("no errors", ToolStatus.OK),
-        ("partial", ToolStatus.OK),
         ("final", ToolStatus.OK),
         (None, ToolStatus.OK),
     ],
@@ -110,6 +111,16 @@ def test_only_the_last_turn_ends_without_a_tool_call() -> None:
         (row(turn(), turn(output_tokens="9")), "turns[1].output_tokens: '9' is not a number"),
         (row(turn(prompt_tokens_added=None)), "turns[0].prompt_tokens_added: is missing"),
         (row(turn(prompt_tokens_added=0)), "turns[0].prompt_tokens_added: is 0"),
+        (row(turn(tool_outcome="sucess")), "turns[0].tool_outcome: 'sucess' is no outcome (did"),
+        (row(turn(tool_outcome="blue")), "turns[0].tool_outcome: 'blue' is no outcome; write one"),
+        (
+            row({"prompt_tokens_added": 1, "output_tokens": 1, "tool_outcom": "error"}),
+            "turns[0].tool_outcom: unknown key (did you mean 'tool_outcome'?); rename it",
+        ),
+        (
+            {"trajectory_id": "t1", "group_id": "g", "turns": [turn()]},
+            "group_id: unknown key (did you mean 'group'?); rename it",
+        ),
         (row(turn(tool_latency_s=-0.5)), "turns[0].tool_latency_s: is negative"),
         (row(turn(tool=["x"])), "turns[0].tool: must be a string"),
         (row(reward="good"), "reward: 'good' is not a number"),
