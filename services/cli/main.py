@@ -16,14 +16,14 @@ from services.cli.bench_commands import bench
 from services.cli.simulate_commands import simulate
 
 SERVICES = {
-    "coordinator": ("services.coordinator.service", "CoordinatorService"),
+    "coordinator": ("services.coordinator.service", "streaming"),
     "replica": ("services.trainer.replica", "ReplicaService"),
-    "rollout": ("services.rollout.service", "RolloutService"),
+    "rollout": ("services.rollout.service", "mirroring"),
     "scheduler": ("services.scheduler.service", "SchedulerService"),
     "tools": ("services.tools.service", "ToolsService"),
     "trainer": ("services.trainer.service", "TrainerService"),
 }
-"""Module and class of each role."""
+"""Of each role, the module and what builds the service of a process."""
 
 app = typer.Typer(
     help="Reinforcement learning of tool-using language models.",

@@ -1,6 +1,6 @@
 """`python -m services.coordinator`."""
 
 from common.service import leave, main
-from services.coordinator.service import CoordinatorService
+from services.coordinator.service import streaming
 
-leave(main("coordinator", CoordinatorService))
+leave(main("coordinator", streaming))

@@ -198,7 +198,7 @@ class Fanout:
             self._time_out(peer, manifest)
         except (TransportError, RequestRefused) as error:
             await asyncio.sleep(RETRY_DELAY_S)
-            if _not_now(error):
+            if _not_now(error) or self._is_over(error):
                 self._versions.applying.pop(peer, None)
             else:
                 self._note_refused(peer, manifest, str(error))
@@ -207,6 +207,12 @@ class Fanout:
         else:
             await self._judge(peer, manifest, reply)
         self.wake.set()
+
+    def _is_over(self, error: TransportError | RequestRefused) -> bool:
+        """Whether the segment is gone because the trainer is: another version comes, or none."""
+        gone = isinstance(error, RequestRefused) and error.refusal is Refusal.NOT_FOUND
+        roles = {entry.member.role for entry in self._members.entries.values()}
+        return gone and "trainer" not in roles
 
     async def _judge(self, peer: str, manifest: Manifest, reply: VersionApplied) -> None:
         entry = self._members.entries.get(peer)

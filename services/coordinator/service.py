@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from common.errors import Refusal, RequestRefused
-from common.membership import memory_label
+from common.membership import MEMORY, memory_label
 from common.messages.coordinator import (
     Fleet,
     GetFleet,
@@ -29,6 +29,7 @@ from common.messages.coordinator import (
 )
 from common.service import Runtime, publish_coordinator
 from common.stream import StreamServer
+from common.streaming import open_server
 from services.coordinator.fanout import Describe, Fanout, describe_in_thread
 from services.coordinator.members import Members
 from services.coordinator.slot_orders import SlotOrders
@@ -41,7 +42,6 @@ OpenStream = Callable[[Runtime], AbstractAsyncContextManager[StreamServer]]
 
 TICK_S = 0.25
 """How often leases are checked; an eighth of the shortest sensible lease."""
-MEMORY = Path("/dev/shm")  # noqa: S108  (the memory file system)
 
 
 class CoordinatorService:
@@ -53,9 +53,11 @@ class CoordinatorService:
         describe: Describe = describe_in_thread,
         open_stream: OpenStream | None = None,
         memory: str = "",
+        directory: Path = MEMORY,
     ) -> None:
         self._runtime = runtime
         self._mesh = runtime.mesh
+        self._directory = directory
         self._open_stream = open_stream
         self._members = Members(runtime.config.coordinator.lease_s)
         self._versions = Versions(memory or memory_label())
@@ -77,7 +79,7 @@ class CoordinatorService:
             await self._serve(stopping)
             return
         async with self._open_stream(self._runtime) as server:
-            store = VersionStore(server, MEMORY, self._runtime.run_id)
+            store = VersionStore(server, self._directory, self._runtime.run_id)
             store.sweep()
             self._fanout.store = store
             try:
@@ -172,10 +174,10 @@ class CoordinatorService:
         report = log.info if reason == "left" else log.warning
         report("worker.lost", peer=member.peer, role=member.role, name=member.name, reason=reason)
 
-    def _evict(self, peer: str) -> None:
+    def _evict(self, peer: str, reason: str = "apply_timeout") -> None:
         member = self._members.leave(peer)
         if member is not None:
-            self._gone(member, "apply_timeout")
+            self._gone(member, reason)
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────
 
@@ -212,3 +214,8 @@ class CoordinatorService:
             versions_published=self._versions.published,
             slots=self._slots.status(now),
         )
+
+
+def streaming(runtime: Runtime) -> CoordinatorService:
+    """The service as a process: other hosts stream versions from it."""
+    return CoordinatorService(runtime, open_stream=open_server)

@@ -52,7 +52,7 @@ class SlotOrders:
         runtime: Runtime,
         members: Members,
         newest: Callable[[], int],
-        evict: Callable[[str], None],
+        evict: Callable[[str, str], None],
         wake: asyncio.Event,
     ) -> None:
         config = runtime.config
@@ -155,7 +155,7 @@ class SlotOrders:
                     self._begin_telling(slot, command)
                 case Evict(peer):
                     log.warning("slot.evicted", slot=slot, peer=peer, fence=state.fence)
-                    self._evict(peer)
+                    self._evict(peer, "slot_not_yielded")
                 case Switched(side, fence, times):
                     log.info(
                         "slot.switched",

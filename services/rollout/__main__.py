@@ -1,6 +1,6 @@
 """`python -m services.rollout`."""
 
 from common.service import leave, main
-from services.rollout.service import RolloutService
+from services.rollout.service import mirroring
 
-leave(main("rollout", RolloutService))
+leave(main("rollout", mirroring))

@@ -1,7 +1,7 @@
 """Versions as they arrive at a worker: brought to its host, swapped in, and proved."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import structlog
@@ -35,8 +35,12 @@ class Copies(Protocol):
 
     labels: dict[str, str]
     """Of the member that has them: which memory it sees, and where it passes chunks on."""
+    streamed_bytes: int
+    """Received from other hosts, since the start."""
 
-    async def bring(self, manifest: Manifest, sources: list[str], *, timeout_s: float) -> Manifest:
+    async def bring(
+        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
+    ) -> Manifest:
         """The same version, with a segment that this process can open.
 
         Raises:
@@ -50,8 +54,11 @@ class InPlace:
 
     def __init__(self) -> None:
         self.labels: dict[str, str] = {}
+        self.streamed_bytes = 0
 
-    async def bring(self, manifest: Manifest, sources: list[str], *, timeout_s: float) -> Manifest:
+    async def bring(
+        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
+    ) -> Manifest:
         """It is here already."""
         del sources, timeout_s
         return manifest
@@ -104,14 +111,15 @@ class Receiving:
 
     async def _fetch(self, request: FetchVersion) -> VersionFetched | RequestRefused:
         manifest = request.manifest
-        began = _now()
+        began, before = _now(), self._copies.streamed_bytes
         try:
             await self._bring(manifest, request.sources, FETCH_SHARE)
         except WeightError as error:
             return _refused(error)
         fetch_s = _now() - began
         log.info("version.fetched", policy_version=manifest.version, duration_s=fetch_s)
-        return VersionFetched(version=manifest.version, streamed_bytes=0, fetch_s=fetch_s)
+        streamed = self._copies.streamed_bytes - before
+        return VersionFetched(version=manifest.version, streamed_bytes=streamed, fetch_s=fetch_s)
 
     async def apply(self, _sender: str, request: ApplyVersion) -> VersionApplied:
         """Swap a version in. Goes on when the caller gives up: half a swap is no state."""

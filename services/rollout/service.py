@@ -1,23 +1,36 @@
 """The rollout process: one engine, and the worker that uses it."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
 
 from common.config import BucketConfig, Config
 from common.errors import ConfigError, RunFailed
 from common.service import Runtime
+from common.streaming import open_mirror
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
 from services.rollout.parsers import PARSERS
+from services.rollout.receiving import Copies, InPlace
 from services.rollout.render import Renderer
+from services.rollout.tenancy import starts_cold
 from services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from services.rollout.worker import Worker
 
 EngineFactory = Callable[[Config, BucketConfig, int, str], Engine]
 """Of configuration, bucket, index of the worker in it, and run id."""
 
+OpenCopies = Callable[[Runtime], AbstractAsyncContextManager[Copies]]
+
 CLOSE_TIMEOUT_S = 10.0
 """For an engine to end its own processes."""
+
+
+@contextlib.asynccontextmanager
+async def in_place(_runtime: Runtime) -> AsyncGenerator[Copies]:
+    """Where all processes see one memory file system, as in simulations."""
+    yield InPlace()
 
 
 class RolloutService:
@@ -28,11 +41,13 @@ class RolloutService:
         runtime: Runtime,
         engine_factory: EngineFactory = make_engine,
         tokenizer_loader: Callable[[str], ChatTokenizer] = load_tokenizer,
+        open_copies: OpenCopies = in_place,
     ) -> None:
         self._runtime = runtime
         self._bucket, self._index = place_of(runtime.name, runtime.config)
         self._engine_factory = engine_factory
         self._tokenizer_loader = tokenizer_loader
+        self._open_copies = open_copies
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Work until `stopping` is set, then hand the trajectories back.
@@ -49,9 +64,13 @@ class RolloutService:
             self._engine_factory, config, self._bucket, self._index, self._runtime.run_id
         )
         try:
-            # A tenant of a slot starts its engine when it is woken.
-            if self._bucket.hybrid or await self._start(engine, stopping):
-                await Worker(self._runtime, self._bucket, engine, renderer).run(stopping)
+            cold = self._bucket.hybrid and starts_cold()
+            if cold or await self._start(engine, stopping):
+                async with self._open_copies(self._runtime) as copies:
+                    worker = Worker(
+                        self._runtime, self._bucket, engine, renderer, copies, started=not cold
+                    )
+                    await worker.run(stopping)
         finally:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await engine.aclose()
@@ -70,7 +89,10 @@ class RolloutService:
                 )
             start.cancel()
             stop.cancel()
-        return start.done() and not start.cancelled()
+        started = start.done() and not start.cancelled()
+        if started and self._bucket.hybrid:
+            await engine.sleep()  # Until the coordinator gives it the slot.
+        return started
 
 
 def place_of(name: str, config: Config) -> tuple[BucketConfig, int]:
@@ -85,3 +107,8 @@ def place_of(name: str, config: Config) -> tuple[BucketConfig, int]:
             return bucket, int(index)
     known = ", ".join(f"{b.name}-0 to {b.name}-{b.workers - 1}" for b in config.buckets)
     raise ConfigError(f"no rollout worker is called {name!r}; the buckets have {known}")
+
+
+def mirroring(runtime: Runtime) -> RolloutService:
+    """The service as a process: it streams versions that are not on its host."""
+    return RolloutService(runtime, open_copies=open_mirror)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.config import BucketConfig
+from common.config import BucketConfig, Config
 from common.errors import Refusal, RequestRefused, TransportError
 from common.membership import Membership
 from common.messages.rollout import (
@@ -75,6 +75,8 @@ class Worker:
         engine: Engine,
         renderer: Renderer,
         copies: Copies | None = None,
+        *,
+        started: bool = True,
     ) -> None:
         config = runtime.config
         copies = copies or InPlace()
@@ -114,16 +116,17 @@ class Worker:
             on_applied=self._news.set,
         )
         self._membership.on_excluded(self._exclude)
-        self._tenant = self._as_tenant(config.rollout.start_timeout_s) if bucket.hybrid else None
+        self._tenant = self._as_tenant(config, started=started) if bucket.hybrid else None
 
-    def _as_tenant(self, start_timeout_s: float) -> Tenant:
+    def _as_tenant(self, config: Config, *, started: bool) -> Tenant:
         self._versions.refusing = Refusal.DRAINING
         body = RolloutBody(
             self._engine,
             self._versions,
             self._hand_back,
             self._open_again,
-            start_timeout_s=start_timeout_s,
+            started=started,
+            start_timeout_s=config.rollout.start_timeout_s,
         )
         return Tenant(self._mesh, self._membership, body)
 
