@@ -9,6 +9,9 @@ from rich.table import Table
 
 from common.service import EXIT_FAILED, EXIT_OK
 
+RUNS = "runs"
+"""Figures of every single run, which are for scripts: a table leaves them out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -47,12 +50,16 @@ class BenchReport:
         figures.add_column("figure")
         figures.add_column("value", justify="right")
         for name, value in flatten(self.figures):
+            if name.rpartition(".")[2] == RUNS:
+                continue
             figures.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
         console.print(figures)
         self.print_checks()
 
     def print_checks(self) -> None:
-        """The checks for people."""
+        """The checks for people; nothing where there are none."""
+        if not self.checks:
+            return
         console = Console(highlight=False)
         checks = Table(box=None, padding=(0, 2))
         for column in ("check", "value", "limit", ""):

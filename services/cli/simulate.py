@@ -141,6 +141,26 @@ class Simulated(NamedTuple):
     """Each under its title."""
 
 
+def simulate_asked(asked: Asked, *, compare: str, dial: str) -> Simulated:
+    """Check what is asked for, and play it.
+
+    Raises:
+        ConfigError: something cannot be played, or nothing is asked for.
+    """
+    check_spec(asked.spec)
+    if dial:
+        policies = parse_policies("--compare", compare or "all")
+        return simulate_dial(asked, policies, parse_strengths(dial))
+    if compare:
+        return simulate_compare(asked, parse_policies("--compare", compare))
+    if asked.spec.policy:
+        parse_policies("--policy", asked.spec.policy)
+        return simulate_one(asked)
+    raise ConfigError(
+        "give --policy P, --compare P1,P2,…, --dial S1,S2,…, --trace FILE or --experiment ID"
+    )
+
+
 def simulate_one(asked: Asked) -> Simulated:
     """One policy on all seeds."""
     specs = seeds_of(asked.spec, [asked.spec.policy], asked.seeds)

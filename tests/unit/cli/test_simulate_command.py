@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from common.errors import ConfigError
+from services.cli.bench import BenchReport
 from services.cli.simulate import (
     EVENTS_MEASURED_MIN,
+    TRACE,
     Asked,
     check_spec,
     comparison_checks,
@@ -23,10 +26,15 @@ from services.cli.simulate import (
     simulate_dial,
     simulate_one,
 )
-from services.cli.simulate_commands import simulate
+from services.cli.simulate_commands import CLUSTERS as CLUSTER_NAMES
+from services.cli.simulate_commands import EXPERIMENTS as EXPERIMENT_IDS
+from services.cli.simulate_commands import POLICIES, WORKLOADS, simulate
 from services.cli.simulate_plots import check_plot
+from services.simulator.cluster import CLUSTERS
 from services.simulator.compare import Comparison
+from services.simulator.experiments import EXPERIMENTS
 from services.simulator.runs import RunSpec, play_all, seeds_of
+from services.simulator.workload_presets import PRESETS
 
 SPEC = RunSpec("search-r1", "least_load", steps=1, groups_per_step=2)
 
@@ -113,11 +121,50 @@ def test_looking_whether_a_picture_can_be_written_leaves_the_folder_as_it_was(
         ({"plot": Path("a.png"), "experiment": "A0"}, "brings all that it needs; drop --plot"),
         ({"strength": 0.2, "experiment": "A0"}, "drop --strength"),
         ({"compare": "all", "experiment": "A0"}, "drop --compare"),
+        ({"steps": 8, "experiment": "A0"}, "drop --steps"),
+        (
+            {"scale": 1.0, "cluster": "paper", "processes": 0, "experiment": "A8"},
+            "drop --scale, --cluster, --processes",
+        ),
+        ({"strength": 0.2, "trace": "a.jsonl"}, "--strength: a recording says .* or --trace"),
+        ({"dial": "0.2", "trace": "a.jsonl"}, "--dial: a recording says .* or --trace"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         simulate(**given)
+
+
+def test_help_lists_all_there_is() -> None:
+    def listed(names: str) -> list[str]:
+        return names.replace(" or ", ", ").split(", ")
+
+    assert listed(WORKLOADS) == [*PRESETS, TRACE]
+    assert listed(POLICIES) == policy_names()
+    assert listed(CLUSTER_NAMES) == list(CLUSTERS)
+    assert listed(EXPERIMENT_IDS) == list(EXPERIMENTS)
+
+
+def test_a_recording_alone_is_replayed_with_the_policy_libra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn = {"prompt_tokens_added": 20, "output_tokens": 7}
+    recording = tmp_path / "one.jsonl"
+    recording.write_text(json.dumps({"trajectory_id": "t0", "turns": [turn]}))
+    with pytest.raises(typer.Exit):
+        simulate(trace=str(recording), steps=1, seeds=1, processes=1, cluster="node")
+    told = capsys.readouterr().out
+    assert "libra" in told
+    assert "limit" not in told  # No check, no head of a table of checks.
+
+
+def test_a_table_leaves_single_runs_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    report = BenchReport("x", {"libra": {"p99": 1.5, "runs": [{"seed": 0}]}}, [])
+    report.print_table()
+    told = capsys.readouterr().out
+    assert "libra.p99" in told
+    assert "runs" not in told
+    assert '"seed": 0' in report.to_json()
 
 
 def test_an_unknown_experiment_names_the_known_ones() -> None:
