@@ -35,6 +35,12 @@ UNDONE_MAX = 4
 """Holds after which an order that nobody carries out is forgotten."""
 
 
+REMEMBERED_HOLDS = 16
+"""So long it is remembered what a split came to, while the run's work stays the same."""
+SAME_WORK = 1.3
+"""Work that is so many times as much, or less, is not the same."""
+
+
 class Reason(StrEnum):
     """Why a split is kept or changed."""
 
@@ -75,6 +81,18 @@ class PlanRules:
     def splits(self) -> list[Split]:
         """All that are allowed, the fewest replicas first."""
         return [Split(n, self.hybrid - n) for n in range(self.hybrid - self.rollout_min + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a split came to while it was in force."""
+
+    split: Split
+    step: int
+    """Its last one."""
+    step_s: float
+    train_work_s: float
+    rollout_work_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +169,8 @@ class PlannerState:
     """Named and not in force yet."""
     ordered_step: int = 0
     trial: Trial | None = None
+    memories: tuple[Memory, ...] = ()
+    """Of splits that were in force before, one each."""
     train_token_s: float = 0.0
     """Of the last settled step."""
 
@@ -213,7 +233,17 @@ def _changed(state: PlannerState, measure: StepMeasure, rules: PlanRules) -> Pla
         reversals=min(HOLD_DOUBLINGS_MAX, state.reversals + 1) if reversed_ else 0,
         ordered=None if state.ordered == split else state.ordered,
         trial=trial if known.measured >= STEPS_MIN else None,
+        memories=_remembered(state, measure.step - 1),
     )
+
+
+def _remembered(state: PlannerState, step: int) -> tuple[Memory, ...]:
+    """With the split that has just been left, if it was measured more than once."""
+    costs = state.costs
+    if costs.step_s.weight <= 1:
+        return state.memories
+    left = Memory(costs.split, step, costs.step_s.value, costs.train_work_s, costs.rollout_work_s)
+    return (*(memory for memory in state.memories if memory.split != left.split), left)
 
 
 def _tried(
@@ -288,8 +318,8 @@ def _weigh(state: PlannerState, measure: StepMeasure, rules: PlanRules) -> Plan:
 
     Among equally fast ones that with the fewest changes, then with the fewest replicas.
     """
-    now = _foresee(state.costs, measure.split, rules)
-    forecasts = [_foresee(state.costs, split, rules) for split in rules.splits()]
+    now = _foresee(state, measure, measure.split, rules)
+    forecasts = [_foresee(state, measure, split, rules) for split in rules.splits()]
     best = min(
         [now, *forecasts],
         key=lambda f: (f.step_s, abs(f.split.train - now.split.train), f.split.train),
@@ -312,8 +342,24 @@ def _weigh(state: PlannerState, measure: StepMeasure, rules: PlanRules) -> Plan:
     )
 
 
-def _foresee(costs: Costs, split: Split, rules: PlanRules) -> Forecast:
-    return forecast(costs, split, fixed=rules.fixed, overlapped=rules.overlapped)
+def _foresee(state: PlannerState, measure: StepMeasure, split: Split, rules: PlanRules) -> Forecast:
+    """By the model, unless the split was in force lately and came to worse: no mistake twice."""
+    costs = state.costs
+    foreseen = forecast(costs, split, fixed=rules.fixed, overlapped=rules.overlapped)
+    since = measure.step - REMEMBERED_HOLDS * rules.hold_steps
+    for memory in state.memories:
+        known = memory.split == split != costs.split and memory.step >= since
+        if known and memory.step_s > foreseen.step_s and _same_work(costs, memory):
+            return replace(foreseen, step_s=memory.step_s)
+    return foreseen
+
+
+def _same_work(costs: Costs, memory: Memory) -> bool:
+    pairs = (
+        (costs.train_work_s, memory.train_work_s),
+        (costs.rollout_work_s, memory.rollout_work_s),
+    )
+    return all(now < SAME_WORK * then and then < SAME_WORK * now for now, then in pairs)
 
 
 def _horizon_steps(state: PlannerState, measure: StepMeasure, rules: PlanRules) -> float:
@@ -339,7 +385,8 @@ def _cost_s(
         without = Split(now.split.train, now.split.rollout - 1)
     else:
         without = Split(now.split.train - 1, now.split.rollout)
-    slowed = _foresee(costs, without, rules).step_s / now.step_s - 1
+    slower = forecast(costs, without, fixed=rules.fixed, overlapped=rules.overlapped)
+    slowed = slower.step_s / now.step_s - 1
     share = 1 / (1 + rules.fixed + rules.hybrid)
     each_s = rules.switch_s if switch_s is None else switch_s
     return moved * each_s * min(1.0, max(share, slowed))

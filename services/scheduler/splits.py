@@ -121,6 +121,16 @@ class Costs:
     """Whether the trainer itself has said what replicas do."""
 
     @property
+    def train_work_s(self) -> float:
+        """Of a step, for the core alone."""
+        return self.train_s.value * _core_speed(self, self.split.train)
+
+    @property
+    def rollout_work_s(self) -> float:
+        """Worker-seconds of a step's tokens."""
+        return self.needed_tokens.value * self.token_cost_s
+
+    @property
     def token_cost_s(self) -> float:
         """Worker-seconds of a token, as far as is known where the workers are full."""
         costs = [
@@ -247,7 +257,7 @@ def _core_speed(costs: Costs, replicas: int) -> float:
 def _rollout_s(costs: Costs, workers: int) -> float:
     if workers <= 0:
         return inf
-    return costs.latency_s.value + costs.needed_tokens.value * costs.token_cost_s / workers
+    return costs.latency_s.value + costs.rollout_work_s / workers
 
 
 def _corrected(costs: Costs, fixed: int) -> float:

@@ -247,6 +247,14 @@ def test_a_trainer_that_waits_although_groups_are_ready_does_not_wait_for_rollou
     assert run.step_s(run.split) == run.best_s()
 
 
+def test_a_split_that_was_tried_and_was_slower_is_not_tried_again() -> None:
+    """Latency shows at three replicas only, and is forgotten at two."""
+    run = ToyRun(train_work_s=2.0, rollout_work_s=1.5, replica_speed=1.0)
+    run.run(200)
+    assert reversals(run) <= 1
+    assert run.step_s(run.split) == run.best_s()
+
+
 def test_the_longest_contexts_keep_a_worker() -> None:
     rules = replace(RULES, fixed=0, rollout_min=1)
     run = ToyRun(rules=rules, train_work_s=1000.0, rollout_work_s=0.1)
