@@ -67,6 +67,15 @@ def migrate(
 
 
 @bench.command()
+def weights(*, as_json: AsJson = False) -> None:
+    """Weights between processes and hosts: speed, cost, deltas, chains."""
+    use_one_thread()
+    from services.cli.bench_weights import bench_weights
+
+    _finish(bench_weights(), as_json=as_json)
+
+
+@bench.command()
 def scheduler(*, as_json: AsJson = False) -> None:
     """Routing decisions per second and core, over whole trajectories, and memory."""
     use_one_thread()
