@@ -116,7 +116,8 @@ class World:
     def make_policy(self) -> Policy:
         """The scenario's policy, without experience."""
         scenario = self.scenario
-        params = RoutingParams(context_tokens_max=scenario.cluster.context_tokens_max)
+        context = scenario.cluster.context_tokens_max
+        params = RoutingParams(context_tokens_max=context, output_tokens_max=context)
         if scenario.policy == ORACLE:
             return make_policy("libra", params, OraclePredictor(self.scripts))
         return make_policy(scenario.policy, params, ResidualPredictor())

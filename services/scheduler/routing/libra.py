@@ -130,13 +130,13 @@ class Libra:
 
     def place(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
         self._standings.follow(fleet)
-        residual = self._predictor.predict(route)
+        residual = self._params.possible(self._predictor.predict(route), route)
         return self._place(route, self._need(route, residual, terms.now), residual, terms)
 
     def returned(self, route: Route, fleet: Fleet, terms: Terms) -> Decision | None:
         self._predictor.returned(route)
         self._standings.follow(fleet)
-        residual = self._predictor.predict(route)
+        residual = self._params.possible(self._predictor.predict(route), route)
         need = self._need(route, residual, terms.now)
         here = self._standings.by_peer.get(route.worker)
         if here is None or here.worker.draining or here.worker.slots == 0:
@@ -207,7 +207,7 @@ class Libra:
 
     def _need(self, route: Route, residual: Residual, now: float) -> Need:
         most = self._params.context_tokens_max
-        tokens = max(1.0, min(residual.mean, most - route.context_tokens))
+        tokens = max(1.0, residual.mean)
         whole = tokens + (now - route.waiting_since) / self._step_s
         if self._life_mean:
             self._life_mean += MEAN_WEIGHT * (whole - self._life_mean)

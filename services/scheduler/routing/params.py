@@ -5,6 +5,7 @@ from typing import Self
 
 from common.config import Config
 from services.scheduler.routing.outcomes import PayloadSizes
+from services.scheduler.routing.route import Residual, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,18 @@ class RoutingParams:
     """Sampled in all turns of a trajectory."""
     turns_max: int = 64
     """Turns of a trajectory."""
+
+    def possible(self, residual: Residual, route: Route) -> Residual:
+        """What of a prediction can still come: limits end a trajectory that would go on."""
+        left = min(
+            self.output_tokens_max - route.action_tokens,
+            self.context_tokens_max - route.context_tokens,
+        )
+        mean, p50, p90, evidence = residual
+        if mean <= left and p90 <= left:  # Then the median is, too.
+            return residual
+        most = float(max(0, left))
+        return Residual(min(mean, most), min(p50, most), min(p90, most), evidence)
 
     @classmethod
     def of(cls, config: Config) -> Self:

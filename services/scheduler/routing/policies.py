@@ -16,7 +16,7 @@ POLICIES: Mapping[str, Callable[[RoutingParams, Predictor], Policy]] = MappingPr
         "libra": Libra,
         "cmlfq": lambda params, predictor: Cmlfq(),
         "la_mlfq": lambda params, predictor: LaMlfq(),
-        "length_aware": lambda params, predictor: LengthAware(predictor),
+        "length_aware": LengthAware,
         "mlfq": lambda params, predictor: Mlfq(),
         "least_load": lambda params, predictor: LeastLoad(),
         "round_robin": lambda params, predictor: RoundRobin(),

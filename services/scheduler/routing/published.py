@@ -15,6 +15,7 @@ from math import inf
 
 from services.scheduler.routing.baselines import Unlearned, least_loaded, may_stay
 from services.scheduler.routing.fleet import BucketShape, Fleet, Terms, Worker
+from services.scheduler.routing.params import RoutingParams
 from services.scheduler.routing.policy import Decision, Predictor
 from services.scheduler.routing.route import Residual, Route
 from services.scheduler.routing.tree import PrefixTree, residuals_of, state_of
@@ -138,7 +139,8 @@ class LaMlfq(Cmlfq):
 class LengthAware(Bucketed):
     """By the length that the predictor expects at the start; see the module."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, params: RoutingParams, predictor: Predictor) -> None:
+        self._params = params
         self._predictor = predictor
 
     def begin(self, route: Route) -> None:
@@ -149,7 +151,7 @@ class LengthAware(Bucketed):
         return super().returned(route, fleet, terms)
 
     def wanted_at_start(self, route: Route, fleet: Fleet) -> tuple[int, Residual | None]:
-        residual = self._predictor.predict(route)
+        residual = self._params.possible(self._predictor.predict(route), route)
         expected = route.context_tokens + residual.mean
         return bucket_of(expected, fleet.buckets), residual
 

@@ -2,7 +2,7 @@ from services.scheduler.routing.fleet import BucketShape, Fleet, Worker
 from services.scheduler.routing.libra import PATIENCE_S, Libra
 from services.scheduler.routing.params import RoutingParams
 from services.scheduler.routing.policy import Decision, MoveMeasure
-from services.scheduler.routing.route import Route
+from services.scheduler.routing.route import Residual, Route
 from tests.support.routing import (
     LONG,
     SHORT,
@@ -210,3 +210,23 @@ def test_a_worker_that_has_left_is_not_chosen_and_its_memory_goes() -> None:
     assert placed(policy, fleet, "t1").worker == "short-0"
     fleet = fleet_of({"short": 1}, buckets=(SHORT, LONG))
     assert placed(policy, fleet, "t2").worker == "short-0"
+
+
+def test_no_more_is_expected_than_may_still_be_sampled() -> None:
+    policy, fleet = libra(ToldPredictor({"t": 1314}), output_tokens_max=196), fleet_of()
+    told = decide(policy, fleet, on(fleet, policy, "short-0")).residual
+    assert told == (96.0, 96.0, 96.0, 1.0)
+    policy, fleet = libra(ToldPredictor({"t": 1314}), context_tokens_max=1100), fleet_of()
+    it = on(fleet, policy, "short-0", prompt=900)
+    turn(it, 100, outcome(), fleet)
+    decision = policy.returned(it, fleet, terms())
+    assert decision is not None
+    assert decision.residual is not None
+    assert decision.residual.p90 == 1100 - it.context_tokens
+
+
+def test_a_prediction_within_the_limits_is_left_as_it_is() -> None:
+    residual, it = Residual(50.5, 40.0, 96.0, 3.0), route("t", prompt=10)
+    it.action_tokens = 100
+    assert RoutingParams(output_tokens_max=196).possible(residual, it) is residual
+    assert RoutingParams(output_tokens_max=90).possible(residual, it) == (0.0, 0.0, 0.0, 3.0)
