@@ -10,7 +10,9 @@ so must the gradient of each single step, computed from the same weights.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import asyncio
+import logging
 import random
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import structlog
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,7 +40,7 @@ from services.cli.bench_replicas_stage import RUN, Stage
 from services.coordinator.manifest import build_manifest
 from services.trainer.batch import TrainingSequence
 from services.trainer.crew import Crew
-from services.trainer.model import load_policy
+from services.trainer.model import load_policy, weights_to_publish
 from services.trainer.ranks import Ranks
 from services.trainer.step import Learner
 
@@ -64,6 +67,8 @@ class Seen:
     micro_batches: Counter[str] = field(default_factory=Counter[str])
     gradient_errors: list[float] = field(default_factory=list[float])
     weights_error: float = 0.0
+    change_error: float = 0.0
+    """Of what the steps have changed in the weights: the stricter view."""
     step_s: list[float] = field(default_factory=list[float])
     wait_s: float = 0.0
 
@@ -74,9 +79,17 @@ def bench_replicas(*, steps: int, replicas: int, ranks: int, seed: int) -> Bench
     Raises:
         RunFailed: a replica did not start.
     """
+    logs = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
     with tempfile.TemporaryDirectory(prefix="libra-bench-", dir=memory_folder()) as name:
         config = make_config(Path(name), ranks)
-        seen = asyncio.run(_run(config, Path(name), steps, replicas, seed))
+        try:
+            seen = asyncio.run(_run(config, Path(name), steps, replicas, seed))
+        finally:
+            structlog.configure(**logs)
     done = seen.micro_batches
     figures: dict[str, Any] = {
         "steps": steps,
@@ -85,6 +98,7 @@ def bench_replicas(*, steps: int, replicas: int, ranks: int, seed: int) -> Bench
         "deeds": dict(seen.deeds),
         "micro_batches": dict(done),
         "replicas_share": done["replicas"] / max(1, done["replicas"] + done["own"]),
+        "error_of_the_change": seen.change_error,
         "step_s": float(np.median(seen.step_s)),
         "wait_s": seen.wait_s,
     }
@@ -190,9 +204,12 @@ class Play:
                 batch = random_batch(step)
                 await self._step(core, probe, batch, step)
                 await self._in_thread(lambda: alone.train(batch, step))  # noqa: B023
-            weights = await self._in_thread(core.weights)
-            seen.weights_error = max(
-                relative(weights[name], expected) for name, expected in alone.weights().items()
+            weights, expected = await self._in_thread(core.weights), alone.weights()
+            seen.weights_error = max(relative(weights[name], expected[name]) for name in expected)
+            start = weights_to_publish(probe.policy.model, load_policy(model).model.state_dict())
+            seen.change_error = max(
+                relative(weights[name] - start[name], expected[name] - start[name])
+                for name in expected
             )
         finally:
             await self._in_thread(core.close)
