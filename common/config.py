@@ -107,8 +107,8 @@ class RolloutConfig(Section):
     on_weight_update: Literal["keep", "abort", "wait"] = "keep"
     """What becomes of turns that are being sampled when new weights arrive. `keep`: they go on, and
     each token carries its version. `abort`: they are sampled anew from their first token. `wait`:
-    they are finished first, and no other turn begins meanwhile. With the last two no turn mixes
-    versions."""
+    they are finished first, and no other turn begins meanwhile; what takes longer than a quarter of
+    `coordinator.apply_timeout_s` is sampled anew. With the last two no turn mixes versions."""
 
 
 class BucketConfig(Section):
