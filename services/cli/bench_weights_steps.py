@@ -62,7 +62,7 @@ def measure(old: bytes, new: bytes, itemsize: int) -> dict[str, Any]:
         decode_s += time.process_time() - encoded
         encode_s += encoded - began
         packed += len(chunk.payload)
-        exact = exact and out == target
+        exact = exact and bytes(out) == target
     kind = f"<u{itemsize}"
     changed = np.frombuffer(old, kind) != np.frombuffer(new, kind)
     return {

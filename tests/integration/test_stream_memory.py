@@ -62,11 +62,8 @@ async def test_half_a_gigabyte_is_received_in_less_than_two_chunks(tmp_path: Pat
     )
     async with open_stream_server() as server:
         server.offer("zeros", Zeros())
-        order = {
-            "blob": blob.model_dump(),
-            "source": server.address,
-            "into": str(tmp_path / "into"),
-        }
+        into = tmp_path / "into"
+        order = {"blob": blob.model_dump(), "source": server.address, "into": str(into)}
         with subprocess.Popen(  # noqa: ASYNC220  The server has a thread of its own.
             [sys.executable, "-c", RECEIVE],
             stdin=subprocess.PIPE,
@@ -74,6 +71,6 @@ async def test_half_a_gigabyte_is_received_in_less_than_two_chunks(tmp_path: Pat
             text=True,
         ) as process:
             out, _ = process.communicate(json.dumps(order) + "\n", timeout=50)
-    Path(order["into"]).unlink()  # noqa: ASYNC240
+    into.unlink()
     assert process.returncode == 0
     assert int(out) < 2 * CHUNK_BYTES
