@@ -7,11 +7,8 @@ from services.trainer.service import TrainerService
 
 def streaming(runtime: Runtime) -> TrainerService:
     """The service as a process: replicas on other hosts stream their gradients to it."""
-
-    def open_streamer(runtime: Runtime) -> ZmqStreamer:
-        return ZmqStreamer(runtime.config.coordinator.stream_bytes_per_s_max)
-
-    return TrainerService(runtime, open_streamer=open_streamer)
+    limit = runtime.config.coordinator.stream_bytes_per_s_max
+    return TrainerService(runtime, open_streamer=lambda _: ZmqStreamer(limit))
 
 
 leave(main("trainer", streaming))

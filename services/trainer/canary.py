@@ -70,10 +70,10 @@ def make_canary(model: PreTrainedModel) -> Canary | None:
         expected = chosen_logprobs(output.logits[0], given)
         found = canary.logprobs(dict(model.named_parameters()))
     except (TypeError, AttributeError, ValueError, RuntimeError, KeyError) as error:
-        log.warning("canary.unavailable", reason=type(error).__name__)
+        log.warning("canary.skipped", reason=type(error).__name__)
         return None
     if any(abs(a - b) > TOLERANCE for a, b in zip(expected, found, strict=True)):
-        log.warning("canary.unavailable", reason="differs")
+        log.warning("canary.skipped", reason="differs")
         return None
     return canary
 
