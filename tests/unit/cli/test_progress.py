@@ -1,3 +1,5 @@
+import io
+
 from rich.console import Console
 
 from common.messages.coordinator import SlotStatus
@@ -87,7 +89,7 @@ def test_the_table_says_whose_each_hybrid_slot_is() -> None:
         SlotStatus(slot=slot, side=side, phase=phase, phase_s=3.0, fence=1, switches=1, **times)
         for slot, side, phase in states
     ]
-    console = Console(width=120, record=True, quiet=True)
+    console = Console(width=120, record=True, file=io.StringIO())
     shown = status(1).model_copy(update={"slots": slots})
     console.print(Progress("demo", started_s=0.0).table(shown, now=1.0))
     assert "long-0 train  long-1 rollout (loading 3 s)" in console.export_text()
