@@ -142,7 +142,7 @@ def _from_idle(state: SlotState, now: float, limits: Limits) -> SlotState:
         return state
     wanted, mine = state.wanted, state.tenant(state.wanted)
     theirs = state.tenant(wanted.other)
-    if theirs.awake and may_hold(theirs, now, limits):
+    if theirs.peer and may_hold(theirs, now, limits):  # It is awake, or may yet hear that it shall.
         return _draining(state, wanted.other, now)
     if mine.awake and mine.fence > state.refused and _present(mine, now, limits):
         return _loading(state, wanted, mine.fence, now)  # As it was told before.
