@@ -102,9 +102,17 @@ class Book:
     # ── workers ──────────────────────────────────────────────────────────────────────────────
 
     def worker_reported(
-        self, peer: str, name: str, report: ReportWorker, now: float
+        self, peer: str, name: str, report: ReportWorker, now: float, *, member: bool = True
     ) -> tuple[list[str], Outcome]:
         """Note the load and renew the leases; returns what the worker must let go.
+
+        Args:
+            peer: the worker.
+            name: for people.
+            report: what it says.
+            now: loop time.
+            member: whether it can be sent anything. If not, it keeps what it holds and gets
+                nothing until `worker_joined`.
 
         Raises:
             RequestRefused: `INVALID`.
@@ -113,7 +121,13 @@ class Book:
         check_report(report, self._bucket_names, fleet.workers.get(peer))
         outcome = Outcome()
         fleet.report(peer, name, report, now)
+        if not member:
+            fleet.refuse(peer)
         return self.leases.renew(peer, report, self.groups.trajectories, now, outcome), outcome
+
+    def worker_joined(self, peer: str) -> None:
+        """It is a member now; fine when it has not reported yet."""
+        self.leases.fleet.welcome(peer)
 
     def worker_gone(self, peer: str, now: float) -> Outcome:
         """The worker's process is gone; what it held goes on elsewhere."""

@@ -89,9 +89,9 @@ class SchedulerService:
         self._moving: dict[str, asyncio.Task[TurnReply]] = {}
         """Moves under way, by trajectory."""
         self._changed = Pulse()
+        """Something may be placed now."""
         self._gathering = False
         """A worker has reported, and others may within `GATHER_S`."""
-        """Something may be placed now."""
         self._groups_changed = Pulse()
         """A batch may be complete now."""
         self._changes_seen = 0
@@ -188,7 +188,9 @@ class SchedulerService:
         await self._submit(outcome)
 
     def _member_changed(self, update: MemberUpdate) -> None:
-        if update.gone and update.member.role == "rollout":
+        if not update.gone:
+            self._book.worker_joined(update.member.peer)
+        elif update.member.role == "rollout":
             self._gone.append(update.member.peer)
         self._changed.beat()
 
@@ -276,9 +278,9 @@ class SchedulerService:
     # ── rollout workers ──────────────────────────────────────────────────────────────────────
 
     async def _report_worker(self, sender: str, report: ReportWorker) -> WorkerReported:
-        name = Identity.parse(sender).name
         await self._ledger.room()
-        drop, outcome = self._book.worker_reported(sender, name, report, _now())
+        name, member = Identity.parse(sender).name, sender in self._membership.members
+        drop, outcome = self._book.worker_reported(sender, name, report, _now(), member=member)
         if outcome.rows:
             await self._commit(outcome)
         if self._book.groups.needy() and not self._gathering:

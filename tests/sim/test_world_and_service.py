@@ -218,11 +218,6 @@ def rollout(runtime: Runtime) -> RolloutService:
 async def play_service(policy: str, ledger: MemoryLedger, directory: Path) -> FakeTrainer:
     network, trainer = SimNetwork(0), FakeTrainer()
     config, peers = job_config(policy, directory / "tasks.jsonl"), CLUSTER.workers()
-    schedulers: list[SchedulerService] = []
-
-    def scheduler(runtime: Runtime) -> SchedulerService:
-        schedulers.append(SchedulerService(runtime, ledger))
-        return schedulers[0]
 
     async with contextlib.AsyncExitStack() as stack:
 
@@ -231,13 +226,10 @@ async def play_service(policy: str, ledger: MemoryLedger, directory: Path) -> Fa
             await stack.enter_async_context(running)
 
         await start("coordinator", "coordinator", lambda it: CoordinatorService(it, describe))
-        await start("scheduler", "scheduler", scheduler)
+        await start("scheduler", "scheduler", lambda it: SchedulerService(it, ledger))
         await start("tools", "calculator", ScriptedTools.returning())
         for peer in peers:
             await start("rollout", peer.name, rollout)
-        # A worker that has reported and is no known member yet would get and refuse trajectories.
-        members = schedulers[0]._membership.members
-        await until(lambda: {peer.peer for peer in peers} <= set(members))
         await start("trainer", "trainer", trainer)
         await until(lambda: trainer.reason is not None, PATIENCE_S)
     return trainer

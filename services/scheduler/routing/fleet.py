@@ -61,7 +61,8 @@ class Worker:
     draining: bool = False
     """It said that it takes no work any more; what it holds goes elsewhere."""
     refused: bool = False
-    """It refused work; it gets none until its next report."""
+    """It refused work, or cannot be sent any yet; it gets none until its next report, or until
+    it is a member."""
     reported_at: float = 0.0
     routes: dict[str, Route] = field(default_factory=dict[str, Route])
     """What was placed on it and not taken back, by trajectory id, in order of placement."""
@@ -189,6 +190,13 @@ class Fleet:
         worker = self.workers.get(peer)
         if worker is not None:
             worker.refused = True
+            self.changed[peer] = worker
+
+    def welcome(self, peer: str) -> None:
+        """It can be sent work from now on."""
+        worker = self.workers.get(peer)
+        if worker is not None:
+            worker.refused = False
             self.changed[peer] = worker
 
     def forget(self, *, silent_since: float) -> None:

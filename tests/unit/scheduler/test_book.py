@@ -107,6 +107,41 @@ def test_a_worker_with_weights_of_a_lost_history_gets_nothing(open_desk: Open) -
     assert desk.workers["w0"].held
 
 
+def say_before_it_is_a_member(desk: Desk, name: str) -> None:
+    worker = desk.workers[name]
+    report = make_report(list(worker.held), version=worker.version, slots=worker.slots)
+    _, outcome = desk.book.worker_reported(worker.peer, name, report, desk.now, member=False)
+    desk.carry_out(outcome)
+
+
+def test_a_worker_gets_nothing_before_it_is_a_member_and_then_at_once(open_desk: Open) -> None:
+    desk = open_desk()
+    desk.kill("w0")
+    desk.kill("w1")
+    desk.publish("w0")
+    say_before_it_is_a_member(desk, "w0")
+    desk.work()
+    assert not desk.workers["w0"].held
+    desk.book.worker_joined(desk.workers["w0"].peer)
+    desk.work()
+    assert desk.workers["w0"].held
+
+
+def test_a_worker_keeps_what_it_reports_to_a_restarted_scheduler_that_knows_no_members(
+    open_desk: Open,
+) -> None:
+    desk = open_desk()
+    trajectory_id = next(iter(desk.workers["w0"].held))
+    desk.open()
+    say_before_it_is_a_member(desk, "w0")
+    desk.now = desk.rules.lease_s - 1
+    say_before_it_is_a_member(desk, "w0")
+    desk.now += 2
+    desk.work()
+    assert trajectory_id in desk.workers["w0"].held
+    assert desk.turn("w0", trajectory_id) is True
+
+
 # ── turns ────────────────────────────────────────────────────────────────────────────────────
 
 
