@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 from dataclasses import dataclass
 
 import structlog
 
 from common.config import BucketConfig, Config
-from common.errors import Refusal, RequestRefused, TransportError
+from common.errors import Refusal, RequestRefused, RunFailed, TransportError
 from common.membership import Membership
 from common.messages.rollout import (
     ApplyVersion,
@@ -44,6 +45,8 @@ DRAIN_GRACE_S = 10.0
 """For turns at work when the process is asked to stop; the rest is done again elsewhere."""
 CANCEL_GRACE_S = 2.0
 """For what was cancelled to be gone: a decode step."""
+EXCLUDED_MAX_S = 300.0
+"""Some versions long; an engine that no version mends is started anew, by an end with an error."""
 HELD_PER_SLOT_MAX = 2
 """An assignment may arrive before the last trajectory of its slot has left; more is a mistake."""
 
@@ -101,6 +104,8 @@ class Worker:
         )
         self._kv = KvServer(engine)
         self._held: dict[str, Held] = {}
+        self._excluded_s = math.inf
+        """Since when the others are told that it is gone."""
         self._news = asyncio.Event()
         """Something that the scheduler waits for: a report does not wait for its turn."""
         self._draining = bucket.hybrid
@@ -245,13 +250,20 @@ class Worker:
         if excluded:
             for trajectory_id, held in list(self._held.items()):
                 self._cancel(trajectory_id, held)
+        self._excluded_s = asyncio.get_running_loop().time() if excluded else math.inf
         log.warning("worker.excluded" if excluded else "worker.cleared")
         self._news.set()
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────
 
     async def _keep_reporting(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
+            if loop.time() - self._excluded_s > EXCLUDED_MAX_S:
+                raise RunFailed(
+                    f"this worker has decoded with other weights than it names for "
+                    f"{EXCLUDED_MAX_S:g} s; it must be started anew"
+                )
             self._news.clear()
             await self._report()
             with contextlib.suppress(TimeoutError):

@@ -24,7 +24,7 @@ from common.service import Runtime
 from common.transport.sim import Faults, SimNetwork
 from common.weights import NO_VERSION
 from services.rollout.service import RolloutService, place_of
-from services.rollout.worker import HELD_PER_SLOT_MAX
+from services.rollout.worker import EXCLUDED_MAX_S, HELD_PER_SLOT_MAX
 from tests.support.peers import FakeTools
 from tests.support.rollout import (
     END,
@@ -303,6 +303,26 @@ def test_a_dead_engine_ends_the_process_and_fails_no_trajectory() -> None:
         run_sim(scenario())
     assert caught.group_contains(EngineError)
     assert cluster.scheduler.turns == []
+
+
+def test_a_worker_in_quarantine_hands_everything_back_and_ends_if_nothing_mends_it() -> None:
+    cluster = Cluster(slow(ANSWER))
+
+    async def scenario() -> None:
+        async with cluster.running():
+            await cluster.ask(assign())
+            await until(lambda: bool(cluster.engine.requests))
+            cluster._worker._membership._exclude(excluded=True)
+            with refused(Refusal.DRAINING):
+                await cluster.ask(assign("t1"))
+            await asyncio.sleep(2)
+            last = cluster.scheduler.reports[-1]
+            assert (last.slots, last.holding) == (0, [])
+            await asyncio.sleep(EXCLUDED_MAX_S + 5)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_sim(scenario())
+    assert caught.group_contains(RunFailed, match="started anew")
 
 
 # The process around the worker.
