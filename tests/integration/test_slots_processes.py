@@ -5,6 +5,7 @@ import contextlib
 import json
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def make_hybrid_job(directory: Path, max_steps: int) -> Path:
     return path
 
 
-def ask(job: Job, request: Request[Message]) -> Message | None:
+def ask(job: Job, request: Request[Any]) -> Message | None:
     """Ask the coordinator of a running job; None while it does not answer."""
     try:
         entry = json.loads((job.run_dir / "coordinator.json").read_text())
@@ -37,7 +38,7 @@ def ask(job: Job, request: Request[Message]) -> Message | None:
     return asyncio.run(_ask(entry["address"], entry["run_id"], request))
 
 
-async def _ask(address: str, run_id: str, request: Request[Message]) -> Message | None:
+async def _ask(address: str, run_id: str, request: Request[Any]) -> Message | None:
     identity = str(new_identity(run_id, "test", "test"))
     async with Mesh(ZmqTransport(identity, bind_address(address, local=True))) as mesh:
         try:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from common.clock import run_sim
 from common.config import BucketConfig, Config, CoordinatorConfig, ElasticConfig
 from common.errors import Refusal, RequestRefused, RunFailed
 from common.membership import Membership
+from common.messages.base import Request
 from common.messages.coordinator import GetFleet, PublishVersion, SetSplit, SlotStatus
 from common.messages.rollout import ApplyVersion, VersionApplied
 from common.messages.slots import SlotYielded, TakeSlot, YieldSlot
@@ -90,7 +92,7 @@ class Cluster:
         self.coordinator: CoordinatorService | None = None
         self._rng = random.Random(seed)
         self._run_dir, self._config = run_dir, config(train_slots)
-        self._incarnations = dict.fromkeys((*ROLES, "coordinator"), 0)
+        self._incarnations: dict[str, int] = dict.fromkeys((*ROLES, "coordinator"), 0)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup
         self.change: Callable[[Body], object] = lambda _body: None
@@ -416,7 +418,8 @@ def test_only_the_coordinator_gives_orders_and_old_ones_are_stale(tmp_path: Path
     async def scenario(cluster: Cluster) -> None:
         await cluster.reach("rollout")
         tenant = await cluster.observer.wait_for("rollout", timeout_s=5)
-        for order in (TakeSlot(fence=99), YieldSlot(fence=99, deadline_s=1.0)):
+        orders: list[Request[Any]] = [TakeSlot(fence=99), YieldSlot(fence=99, deadline_s=1.0)]
+        for order in orders:
             with pytest.raises(RequestRefused) as refused:
                 await cluster.observer.request(tenant, order, timeout_s=5)
             assert refused.value.refusal is Refusal.NOT_READY
