@@ -108,8 +108,8 @@ def print_story(console: Console, story: Story, now: float, *, run_ended: bool) 
         f"group {escape(story.group_id)} {story.group_state}"
     )
     console.print(
-        f"{story.turns} turns; tokens: {story.prompt_tokens} prompt, {story.action_tokens} "
-        f"sampled, {story.observation_tokens} observed; {_moves(story)}"
+        f"{_counted(story.turns, 'turn')}; tokens: {story.prompt_tokens} prompt, "
+        f"{story.action_tokens} sampled, {story.observation_tokens} observed; {_moves(story)}"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, justify in (("time", "right"), ("turn", "right"), ("what", "left")):
@@ -128,8 +128,12 @@ def print_story(console: Console, story: Story, now: float, *, run_ended: bool) 
 def _moves(story: Story) -> str:
     moved = [c for c in story.chapters if c.kind == DecisionKind.MOVED]
     refused = sum(c.kind == DecisionKind.MOVE_REFUSED for c in story.chapters)
-    text = f"{len(moved) - refused} moves, {story.losses} losses"
-    return f"{text}, {refused} moves refused" if refused else text
+    text = f"{_counted(len(moved) - refused, 'move')}, {_counted(story.losses, 'loss', 'es')}"
+    return f"{text}, {_counted(refused, 'move')} refused" if refused else text
+
+
+def _counted(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 def _cells(chapter: Chapter) -> list[str]:

@@ -123,13 +123,17 @@ class Names:
 def find(store: Store, text: str) -> TrajectoryRow | list[TrajectoryRow]:
     """The trajectory of that id or unique prefix, or all those of the group of that id.
 
+    A task's id names its group where it has one.
+
     Raises:
         ConfigError: there is none, or there are several.
     """
     exact = store.select(TrajectoryRow, "WHERE trajectory_id = ?", (text,))
     if exact:
         return exact[0]
-    group = store.select(TrajectoryRow, "WHERE group_id = ? ORDER BY number", (text,))
+    group = store.select(
+        TrajectoryRow, "WHERE group_id = ? ORDER BY number", (_group_of(store, text),)
+    )
     if group:
         return group
     begins = store.select(
@@ -144,6 +148,16 @@ def find(store: Store, text: str) -> TrajectoryRow | list[TrajectoryRow]:
         more = ", …" if len(begins) > SHOWN_MAX else ""
         raise ConfigError(f"{text!r} begins several trajectories: {named}{more}; give more of it")
     raise ConfigError(_unknown(store, text))
+
+
+def _group_of(store: Store, text: str) -> str:
+    """The only group of the task of that id, or the text itself."""
+    rows = store.rows("SELECT group_id FROM groups WHERE task_id = ? ORDER BY admission", (text,))
+    groups = [group_id for (group_id,) in rows]
+    if len(groups) > 1:
+        named = ", ".join(groups[-SHOWN_MAX:])
+        raise ConfigError(f"task {text!r} has {len(groups)} groups; give one of {named}")
+    return groups[0] if groups else text
 
 
 def _unknown(store: Store, text: str) -> str:

@@ -96,7 +96,7 @@ def test_the_table_names_path_and_cost_of_a_move_and_the_end(
     for words in ("recompute: 6 tokens in 0.50 s", "source_gone", "1.50 (0.25)", "4 (9)", " → "):
         assert words in flat
     assert "ended: answered, reward 1" in text
-    assert "1 moves, 0 losses" in text
+    assert "1 move, 0 losses" in text
 
 
 def test_one_that_waits_says_since_when_and_for_whom(
@@ -115,6 +115,23 @@ def test_a_groups_id_lists_its_trajectories(run: Path, capsys: pytest.CaptureFix
     assert FIRST in text
     assert SECOND in text
     assert [story["turns"] for story in told_json(run, "t0.e0.a0", capsys)] == [3, 0]
+
+
+def test_a_tasks_id_is_that_of_its_only_group(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(run, "t0", capsys) == told(run, "t0.e0.a0", capsys)
+    assert told_json(run, "t0", capsys) == told_json(run, "t0.e0.a0", capsys)
+
+
+def test_a_task_of_several_groups_names_them() -> None:
+    desk = Desk(with_rules(group_size=2), tasks=1, epochs=2)
+    desk.start()
+    with pytest.raises(
+        ConfigError, match=r"task 't0' has 2 groups; give one of t0\.e0\.a0, t0\.e1"
+    ):
+        find(desk.ledger._store, "t0")
+    desk.close()
 
 
 def rewrite(run: Path, *statements: str) -> None:
