@@ -78,11 +78,16 @@ def annotation_words(annotation: Any) -> str:
         return " or ".join(f"`{toml(option)}`" for option in get_args(annotation))
     if get_origin(annotation) in (list, tuple):
         inner = {annotation_words(argument) for argument in get_args(annotation)}
-        return f"list of {' or '.join(sorted(inner))}s"
+        return f"list of {' or '.join(map(plural, sorted(inner)))}"
     if hasattr(annotation, "__metadata__"):
         return annotation_words(get_args(annotation)[0])
     assert not isinstance(annotation, types.UnionType), "optional keys have no TOML value"
     return {bool: "boolean", int: "integer", float: "number", str: "string"}[annotation]
+
+
+def plural(words: str) -> str:
+    """Name several of what `annotation_words` names one of."""
+    return f"lists{words.removeprefix('list')}" if words.startswith("list ") else f"{words}s"
 
 
 def bounds_of(item: Any) -> Iterator[str]:
