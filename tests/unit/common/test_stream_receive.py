@@ -1,5 +1,7 @@
 """What `Transfer` asks for and what it believes, without any network."""
 
+from typing import Any
+
 import pytest
 import xxhash
 
@@ -56,7 +58,7 @@ def test_no_more_than_one_chunk_of_four_mib_is_outstanding() -> None:
         {"ticket": 99},
     ],
 )
-def test_an_answer_that_cannot_be_right_has_no_place(lie: dict[str, int]) -> None:
+def test_an_answer_that_cannot_be_right_has_no_place(lie: dict[str, Any]) -> None:
     receiving = transfer()
     (ask, *_) = receiving.asks(0.0)
     right = full(ask)
