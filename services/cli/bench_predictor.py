@@ -39,6 +39,8 @@ SPEED_EVENTS_MIN = 20_000
 count, not routing points alone, of which a recording may have hardly any."""
 SPEED_ROUNDS = 3
 """The fastest counts: others use the machine, too."""
+PLOTTED_R2_MIN = -1.0
+"""With few rows, R² can be so far below 0 that nothing else could be seen."""
 HALVES = ("whole", "second_half")
 _SIZES = PayloadSizes()
 
@@ -312,23 +314,36 @@ def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3 + 2 * len(figures), 6), layout="constrained")
+    figure: Any = Figure(figsize=(5 + 2 * len(figures), 7), layout="constrained")
     FigureCanvasAgg(figure)
     panels: Any = figure.subplots(2, 1, sharex=True)
     for axes, protocol in zip(panels, ("sequential", "concurrent"), strict=True):
         seconds = [found[protocol]["second_half"] for found in figures.values()]
-        names = [name for name in seconds[0] if name.startswith("r2")]
-        for place, name in enumerate(names):
-            at = [
-                trace + (place - len(names) / 2) / (len(names) + 1) for trace in range(len(seconds))
-            ]
-            heights = [max(0.0, found[name]) for found in seconds]
-            label = name[3:].replace("_", " ") or "libra"
-            axes.bar(at, heights, 0.9 / (len(names) + 1), label=label, align="edge")
+        draw_bars(axes, seconds)
         axes.set_ylabel(f"R², {protocol}")
         axes.set_xticks(range(len(figures)), list(figures))
+        axes.axhline(0.0, color="black", linewidth=0.8)
         axes.grid(alpha=0.25, axis="y")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(loc="upper left", frameon=False, ncols=3, fontsize="small")
-    panels[0].set_title("log(1 + tokens still to come), second half of each recording")
-    figure.savefig(str(path), dpi=120)  # pyright: ignore[reportUnknownMemberType]
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(
+        "log(1 + tokens still to come),\nsecond half of each recording", fontsize="medium"
+    )
+    figure.savefig(str(path), dpi=120)
+
+
+def draw_bars(axes: Any, seconds: Sequence[dict[str, float]]) -> None:
+    """A cluster of bars for each recording; what is far below 0 is cut off and says its value."""
+    names = [name for name in seconds[0] if name.startswith("r2")]
+    width = 1 / (len(names) + 1)
+    for place, name in enumerate(names):
+        at = [trace + (place - len(names) / 2) * width for trace in range(len(seconds))]
+        heights = [max(PLOTTED_R2_MIN, found[name]) for found in seconds]
+        label = name[3:].replace("_", " ") or "libra"
+        axes.bar(at, heights, 0.9 * width, label=label, align="edge")
+        for left, found in zip(at, seconds, strict=True):
+            if found[name] < PLOTTED_R2_MIN:
+                middle = left + 0.45 * width
+                text = f" {found[name]:.3g}"
+                axes.text(middle, PLOTTED_R2_MIN, text, ha="center", va="bottom", rotation=90)

@@ -3,8 +3,10 @@
 import json
 from math import inf, log1p
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from common.errors import ConfigError
 from common.trajectory import ToolStatus
@@ -12,6 +14,7 @@ from services.cli.bench_commands import predictor
 from services.cli.bench_predictor import (
     SPEED_EVENTS_MIN,
     concurrent,
+    draw_bars,
     judge,
     play,
     r2,
@@ -79,6 +82,13 @@ def test_a_picture_that_cannot_be_written_is_refused_before_a_recording_is_read(
 ) -> None:
     with pytest.raises(ConfigError, match=r"--plot: .* no folder"):
         predictor(trace=[tmp_path / "none.jsonl"], plot=tmp_path / "missing" / "a.png")
+
+
+def test_what_is_worse_than_the_mean_is_drawn_below_zero_and_named_where_it_is_cut_off() -> None:
+    axes: Any = Figure().subplots()
+    draw_bars(axes, [{"r2": 0.5, "r2_turn_mean": -0.25, "r2_outcome": -31.5, "within_p50": 0.4}])
+    assert [bar.get_height() for bar in axes.patches] == [0.5, -0.25, -1.0]
+    assert [text.get_text() for text in axes.texts] == [" -31.5"]
 
 
 @pytest.mark.parametrize("events", [3, 30, 20_000, 10**6])
