@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -9,13 +10,17 @@ from pathlib import Path
 
 from common.config import Config
 from common.config_check import check_config
+from common.config_combine import Problem
 from common.config_load import load_config
+from common.config_source import Source, read_source
 from common.errors import ConfigError
+from common.toml_lines import KeyPath
 from services.rollout.parsers import PARSERS
 from services.rollout.render import Renderer
 from services.rollout.tokenizer import load_tokenizer
 from services.scheduler.tasks import load_tasks
 
+_HAS_LINE = re.compile(r"\S+:\d+: ")
 IMPORT_TIMEOUT_S = 60.0
 """For the target of a tool server to be imported."""
 
@@ -30,21 +35,33 @@ def check_job(path: Path, overrides: Sequence[str]) -> Config:
     problems: list[str] = []
     environments: set[str] = set()
 
-    def collect(check: Callable[[], object]) -> None:
+    def collect(check: Callable[[], object], key: KeyPath = ()) -> None:
         try:
             check()
         except ConfigError as error:
-            problems.extend(error.problems)
+            problems.extend(_located(text, source, key) for text in error.problems)
 
+    source = read_source(path, overrides)
     collect(lambda: check_config(config, path, overrides))
     if not problems:  # Else the model is known to be unusable.
         collect(lambda: _check_template(config))
-    for server in config.tools:
-        collect(lambda target=server.target: environments.update(environments_of(target)))
-    collect(lambda: _check_tasks(config, environments if not problems else None))
+    for index, server in enumerate(config.tools):
+        collect(
+            lambda target=server.target: environments.update(environments_of(target)),
+            ("tools", index, "target"),
+        )
+    known = environments if not problems else None
+    collect(lambda: _check_tasks(config, known), ("tasks", "path"))
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def _located(text: str, source: Source, key: KeyPath) -> str:
+    """Say where the job names what is wrong, unless a line of another file is to blame."""
+    if not key or _HAS_LINE.match(text):
+        return text
+    return source.describe(Problem((key,), text))
 
 
 def environments_of(target: str) -> list[str]:

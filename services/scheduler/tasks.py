@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.config import Config
+from common.config_load import did_you_mean
 from common.errors import ConfigError
 
 PROBLEMS_MAX = 20
@@ -37,7 +38,9 @@ def load_tasks(config: Config) -> list[Task]:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"{path}: cannot be read ({reason}); set tasks.path") from error
+        near = ", ".join(sorted(found.name for found in path.parent.glob("*.jsonl")))
+        hint = did_you_mean(path.name, near) if near else ""
+        raise ConfigError(f"{path}: cannot be read ({reason}){hint}; set tasks.path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 ({error.reason}); convert the file") from error
     tasks: list[Task] = []

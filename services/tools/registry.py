@@ -12,13 +12,18 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 
 from common.errors import ConfigError
 from common.service import EXIT_CONFIG, EXIT_OK
 from services.tools.sdk import Environment, Tool, tools_of
+
+BUILTIN = "services.tools.builtin"
+"""Where those that come along are."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,20 @@ def _import_module(target: str) -> ModuleType:
         if error.name is None or not f"{target}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"tool server {target!r}: there is no Python module {error.name!r}; give one that can"
-            " be imported from here, or the path of a .py file"
+            f"tool server {target!r}: there is no Python module {error.name!r}"
+            f"{_meant(error.name, target)}; give one that can be imported from here, or the path"
+            " of a .py file"
         ) from error
+
+
+def _meant(missing: str, target: str) -> str:
+    """A hint to a neighbour of the missing module, or else to one of ours."""
+    package, _, name = missing.rpartition(".")
+    if not package:
+        package, name = BUILTIN, target.rpartition(".")[2]
+    places = getattr(importlib.import_module(package), "__path__", [])
+    close = get_close_matches(name, [module.name for module in iter_modules(places)], n=1)
+    return f" (did you mean '{package}.{close[0]}'?)" if close else ""
 
 
 def _import_file(path: Path) -> ModuleType:
