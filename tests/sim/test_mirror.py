@@ -17,6 +17,7 @@ from common.messages.coordinator import Manifest, TensorSpec
 from common.mirror import Mirror
 from common.stream import Chunk, Encoding
 from common.transport.sim_stream import SimStreamNetwork, SimStreamServer, StreamFaults
+from tests.support.sim import seeds
 
 CHUNK = 4096
 TIMEOUT_S = 60.0
@@ -272,7 +273,7 @@ def test_the_last_process_of_a_host_removes_the_copy(tmp_path: Path) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_loss_flips_and_death_leave_every_host_with_the_right_bytes(
     tmp_path: Path, seed: int
 ) -> None:

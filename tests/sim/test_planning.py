@@ -40,7 +40,7 @@ from services.scheduler.ledger import MemoryLedger
 from services.scheduler.service import SchedulerService
 from tests.support.rollouts import FakeTrainer, FakeWorker, persist
 from tests.support.scheduling import make_report
-from tests.support.sim import describe, process, serving, sim_config, until
+from tests.support.sim import describe, process, seeds, serving, sim_config, until
 
 SLOTS = ("flex-0", "flex-1")
 REPLICA_SPEED = 0.8
@@ -302,7 +302,7 @@ async def running(
     run.ledger.close()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_slots_train_while_training_is_slow_and_roll_out_while_that_is(
     seed: int, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ from services.trainer.replica_engine import Computed, ReplicaEngine
 from services.trainer.rounds import Sum
 from services.trainer.step import Learner
 from tests.support.models import make_tiny_model, write_segment
-from tests.support.sim import process, until
+from tests.support.sim import process, seeds, until
 from tests.support.trainer import sequences, tiny_policy, trainer_config
 
 PACK_S = 0.4
@@ -255,7 +255,7 @@ def test_replicas_take_their_share_and_change_nothing(tmp_path: Path) -> None:
     run_sim(scenario())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_whatever_befalls_replicas_nothing_is_counted_twice_or_lost(
     tmp_path: Path, seed: int
 ) -> None:

@@ -23,11 +23,11 @@ from common.tenant import Tenant
 from common.transport.sim import Faults, SimNetwork
 from common.weights import NO_VERSION
 from services.coordinator.service import CoordinatorService
-from tests.support.sim import describe, process, serving, sim_config, until
+from tests.support.sim import describe, process, seeds, serving, sim_config, until
 
 SLOT = "long-0"
 ROLES = ("rollout", "replica")
-SEEDS = range(20)
+SEEDS = seeds(20)
 LEASE_S = 3.0
 LOSSY = Faults(loss=0.15, duplicate=0.15, reorder=0.15, delay_s=(0.001, 0.05))
 

@@ -18,7 +18,7 @@ from common.transport.sim import Faults, SimNetwork
 from common.weights import NO_VERSION
 from services.rollout.fake_engine import FakeEngine
 from services.rollout.service import RolloutService
-from tests.support.sim import process, serving, until
+from tests.support.sim import process, seeds, serving, until
 from tests.support.sim_job import PATIENCE_S, TINY, SimJob, script
 
 SLOT = "long-0"
@@ -183,7 +183,7 @@ def play(seed: int, directory: Path, faults: Faults, *, victim: str = "") -> Hyb
     return job
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_worker_that_changes_sides_loses_nothing_and_repeats_nothing(
     seed: int, tmp_path: Path
 ) -> None:

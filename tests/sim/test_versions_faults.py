@@ -25,15 +25,11 @@ from services.coordinator.service import CoordinatorService
 from services.rollout.fake_engine import FakeEngine
 from services.rollout.service import RolloutService
 from services.scheduler.service import SchedulerService
-from tests.support.sim import serving, until
+from tests.support.sim import seeds, serving, until
 from tests.support.sim_job import PATIENCE_S, TINY, CheckingTrainer, SimJob, script, turns
 
 LOSSY = Faults(loss=0.02, duplicate=0.05, reorder=0.05, delay_s=(0.001, 0.02))
-SEEDS = [
-    *range(2),
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20)),
-]
-"""A whole job takes a second: a few at every check, all of them with the slow tests."""
+SEEDS = seeds(20)
 FIRST = ("coordinator", "scheduler", "calculator", "short-0", "long-0", "trainer")
 
 

@@ -23,15 +23,12 @@ from services.rollout.fake_engine import FakeEngine
 from services.rollout.receiving import Copies
 from services.rollout.service import RolloutService
 from tests.support.rollout import TINY
-from tests.support.sim import process, serving, sim_config, until
+from tests.support.sim import process, seeds, serving, sim_config, until
 
 CHUNK = 4096
 CHUNKS = 40
 HERE = "trainer-host"
-SEEDS = [
-    *range(2),
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20)),
-]
+SEEDS = seeds(20)
 WORKERS = {"short-0": HERE, "short-1": "b", "short-2": "c", "short-3": "d", "short-4": "d"}
 CONFIG = sim_config(
     rollout={"tool_format": "tags"},

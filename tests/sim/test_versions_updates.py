@@ -15,7 +15,7 @@ from services.rollout.engine import FinishReason, GenerateRequest, Generation
 from services.rollout.fake_engine import FakeEngine
 from services.rollout.updates import SAMPLED_ANEW_MAX, Policy, Updates
 from tests.support.rollout import END, TINY, Cluster, assign, rollout_config
-from tests.support.sim import manifest, until
+from tests.support.sim import manifest, seeds, until
 
 WAIT_S = 5.0
 
@@ -166,7 +166,7 @@ def test_who_gives_up_leaves_nothing_that_a_swap_waits_for() -> None:
     play("wait", scenario)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("policy", ["keep", "abort", "wait"])
 def test_swaps_among_ten_times_as_many_requests_as_slots(policy: Policy, seed: int) -> None:
     slots = 4

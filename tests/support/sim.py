@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from common.service import Runtime, Service
 from common.transport.sim import SimNetwork
 
 COORDINATOR = "sim://coordinator"
+SEEDS_AT_EVERY_CHECK = 3
+
+
+def seeds(many: int) -> range:
+    """Seeds of a scenario: a few at every check, all of them in `scripts/soak`."""
+    soak = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
+    return range(many if soak else min(many, SEEDS_AT_EVERY_CHECK))
 
 
 def manifest(version: int, segment: str = "sim:nothing") -> Manifest:
