@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from common.errors import ConfigError
+from common.logs import configure_logs
 from services.cli.bench import BenchReport, Check, at_most
 from services.cli.bench_migrate_run import Outcome, Program, Step, perform
 from services.cli.bench_migrate_stage import (
@@ -57,6 +58,7 @@ def bench_migrate(*, rounds: int, block_steps: int, switch_every: int) -> BenchR
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES_MIN:
         raise ConfigError("bench migrate: the trainer needs a core of its own; there is only one")
+    configure_logs("bench", "migrate", level="WARNING")
     program = Program(rounds, block_steps, switch_every)
     with tempfile.TemporaryDirectory(prefix="libra-bench-", dir=memory_folder()) as name:
         folder = Path(name)

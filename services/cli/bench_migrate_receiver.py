@@ -19,6 +19,7 @@ from common.config import Config
 from common.config_load import load_config
 from common.errors import WeightError
 from common.identity import new_identity
+from common.logs import configure_logs
 from common.membership import Membership
 from common.mesh import Mesh
 from common.messages.coordinator import Manifest
@@ -124,6 +125,7 @@ async def receive(config: Config, run_dir: Path, received: Received) -> None:
 async def main(run_dir: Path, parent: int) -> None:
     """Follow the orders on standard input."""
     die_with_parent(parent)
+    configure_logs("bench", "receiver")
     config = load_config(run_dir / "config.toml", [])
     received = Received()
     lines = asyncio.StreamReader()
