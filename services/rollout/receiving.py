@@ -35,8 +35,11 @@ class Copies(Protocol):
 
     labels: dict[str, str]
     """Of the member that has them: which memory it sees, and where it passes chunks on."""
-    streamed_bytes: int
-    """Received from other hosts, since the start."""
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Received from other hosts, since the start."""
+        ...
 
     async def bring(
         self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float

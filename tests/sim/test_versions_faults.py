@@ -270,7 +270,8 @@ def test_a_flipped_bit_in_applied_weights_is_found_and_mended(seed: int, tmp_pat
 
     run_sim(scenario())
     job.check_trained()
-    assert [engine.flips for engine in job.engines.values()] == [0, 0]
+    flips = [engine.flips for engine in job.engines.values() if isinstance(engine, FlippedBit)]
+    assert flips == [0, 0]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -82,6 +82,11 @@ class ScriptedEngine:
 
     async def resume(self) -> None: ...
 
+    async def sleep(self) -> None:
+        self.version = NO_VERSION
+
+    async def wake(self) -> None: ...
+
     async def apply_weights(self, manifest: Manifest) -> None:
         await asyncio.sleep(self.apply_s)
         if self.apply_error:
