@@ -4,7 +4,7 @@ import pytest
 
 from services.cli.bench_replicas import bench_replicas
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(("ranks", "steps", "seed"), [(1, 20, 3), (2, 10, 4)])

@@ -71,7 +71,7 @@ def wait_for_side(job: Job, side: str) -> SlotStatus:
     return found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_worker_changes_sides_whoever_is_killed_meanwhile(tmp_path: Path) -> None:
     with running(make_hybrid_job(tmp_path, max_steps=900)) as job:

@@ -41,7 +41,7 @@ def can_unshare() -> bool:
 
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not can_unshare(), reason="needs a mount namespace"),
 ]
