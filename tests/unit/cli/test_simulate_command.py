@@ -75,8 +75,8 @@ def test_policies_are_parsed_by_name_and_all_means_all() -> None:
     assert parse_policies("--compare", "all") == policy_names()
     with pytest.raises(ConfigError, match="no policy 'best'; take all, or some of libra"):
         parse_policies("--compare", "best")
-    with pytest.raises(ConfigError, match=r"no policy 'orcale' \(did you mean 'oracle'\?\); take"):
-        parse_policies("--policy", "orcale")
+    with pytest.raises(ConfigError, match=r"no policy 'oraccle' \(did you mean 'oracle'\?\); take"):
+        parse_policies("--policy", "oraccle")
     with pytest.raises(ConfigError, match="named twice"):
         parse_policies("--compare", "libra,libra")
 

@@ -111,7 +111,7 @@ def test_only_the_last_turn_ends_without_a_tool_call() -> None:
         (row(turn(), turn(output_tokens="9")), "turns[1].output_tokens: '9' is not a number"),
         (row(turn(prompt_tokens_added=None)), "turns[0].prompt_tokens_added: is missing"),
         (row(turn(prompt_tokens_added=0)), "turns[0].prompt_tokens_added: is 0"),
-        (row(turn(tool_outcome="sucess")), "turns[0].tool_outcome: 'sucess' is no outcome (did"),
+        (row(turn(tool_outcome="suxess")), "turns[0].tool_outcome: 'suxess' is no outcome (did"),
         (row(turn(tool_outcome="blue")), "turns[0].tool_outcome: 'blue' is no outcome; write one"),
         (
             row({"prompt_tokens_added": 1, "output_tokens": 1, "tool_outcom": "error"}),
