@@ -1,12 +1,13 @@
 """The planner against measurements of our own making, and in a closed loop with a toy run."""
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.planner import (
@@ -288,7 +289,11 @@ def test_without_overlap_the_two_sides_add_up() -> None:
 
 # ── in a closed loop ─────────────────────────────────────────────────────────────────────────
 
+TOY_RUNS = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 30
+"""Each is two hundred steps."""
 
+
+@settings(max_examples=TOY_RUNS)
 @given(
     seed=st.integers(0, 2**32),
     train_s=st.floats(1.0, 60.0),
@@ -314,6 +319,7 @@ def test_constant_inputs_with_noise_never_make_it_flap(
     assert len({split.train for split in run.splits[60:]}) <= 2
 
 
+@settings(max_examples=TOY_RUNS)
 @given(
     seed=st.integers(0, 2**32),
     train_s=st.floats(1.0, 60.0),
