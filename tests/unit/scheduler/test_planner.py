@@ -289,7 +289,7 @@ def test_without_overlap_the_two_sides_add_up() -> None:
 
 # ── in a closed loop ─────────────────────────────────────────────────────────────────────────
 
-TOY_RUNS = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 30
+TOY_RUNS = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 300
 """Each is two hundred steps."""
 
 
@@ -302,7 +302,7 @@ TOY_RUNS = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 30
     noise=st.floats(0.0, 0.1),
     start=st.integers(0, 4),
 )
-def test_constant_inputs_with_noise_never_make_it_flap(
+def test_constant_inputs_with_noise_make_it_turn_back_ever_more_rarely(
     seed: int, train_s: float, rollout_s: float, speed: float, noise: float, start: int
 ) -> None:
     run = ToyRun(
@@ -314,9 +314,11 @@ def test_constant_inputs_with_noise_never_make_it_flap(
         dice=random.Random(seed),
     )
     run.run(200)
-    assert reversals(run) <= 4  # Each makes the next hold twice as long.
-    assert len(run.changes) <= 6
-    assert len({split.train for split in run.splits[60:]}) <= 2
+    # Near a tie noise may turn a change back; each time makes the next hold twice as long, and
+    # 4 + 8 + … + 128 steps are more than there are.
+    assert reversals(run) <= 6
+    assert len(run.changes) <= 9
+    assert len({split.train for split in run.splits[60:]}) <= 3
 
 
 @settings(max_examples=TOY_RUNS)
