@@ -23,6 +23,7 @@ from common.errors import ShardCorrupt, StreamBroken, VersionGone
 from common.membership import MEMORY, memory_label
 from common.messages.blob import Blob
 from common.messages.coordinator import Manifest
+from common.segment import element_bytes
 from common.stream import Base, Chunk, Encoding, Streamer, StreamServer
 
 log = structlog.get_logger()
@@ -32,7 +33,6 @@ LOCK_RETRY_S = 0.05
 SPOT_CHECKS = 4
 """Chunks that tell a segment from a file of the same name on another host. Readers check all."""
 PART, LOCK = ".part", ".lock"
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Copy:
         start, end = number * size, (number + 1) * size
         if self.base is None or base != self.base.digest:
             return Chunk(Encoding.FULL, self.view[start:end])
-        return encode(self.base.view[start:end], self.view[start:end], _itemsize(self.manifest))
+        return encode(self.base.view[start:end], self.view[start:end], element_bytes(self.manifest))
 
     def close(self) -> None:
         """Let go of the file, and remove it if nobody else of the host uses it."""
@@ -150,22 +150,21 @@ class Mirror:
         if base is not None and len(base.view) != local.length:
             base = None
         self._server.offer(digest, _Copy(local, view, have, base))
-        try:
-            fetched = await self._streamer.fetch(
-                local.blob,
-                view,
-                have,
-                sources,
-                base=base,
-                timeout_s=max(deadline - loop.time(), LOCK_RETRY_S),
-                on_chunk=lambda number: self._server.arrived(digest, number),
-            )
-        except ShardCorrupt as error:
-            self._server.withdraw(digest)
-            raise ShardCorrupt(local.version, error.where) from error
-        except BaseException:
-            self._server.withdraw(digest)
-            raise
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._server.withdraw, digest)
+            try:
+                fetched = await self._streamer.fetch(
+                    local.blob,
+                    view,
+                    have,
+                    sources,
+                    base=base,
+                    timeout_s=max(deadline - loop.time(), LOCK_RETRY_S),
+                    on_chunk=lambda number: self._server.arrived(digest, number),
+                )
+            except ShardCorrupt as error:
+                raise ShardCorrupt(local.version, error.where) from error
+            on_failure.pop_all()
         os.replace(part, local.segment)  # noqa: PTH105  No disk behind it: nothing blocks.
         self.streamed_bytes += fetched.received_bytes
         log.info(
@@ -211,15 +210,6 @@ class Mirror:
                 if other.stat().st_mtime_ns <= age:
                     with _lock(whole):
                         other.unlink()
-
-
-def _itemsize(manifest: Manifest) -> int:
-    """Bytes of the elements that fill most of the segment."""
-    lengths: dict[int, int] = {}
-    for spec in manifest.tensors:
-        size = ITEM_BYTES.get(spec.dtype, 1)
-        lengths[size] = lengths.get(size, 0) + spec.length
-    return max(sorted(lengths), key=lambda size: lengths[size], default=4)
 
 
 def _is_whole(path: Path, length: int) -> bool:

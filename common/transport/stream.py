@@ -11,9 +11,8 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Self
 
 import structlog
@@ -21,9 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from common.errors import PeerUnreachable, ProtocolError
-from common.membership import MEMORY
 from common.messages.blob import Blob
-from common.mirror import Mirror
 from common.stream import PIECES_OUTSTANDING, Base, ChunkSource, Fetched, ignore
 from common.stream_receive import Answer, Transfer
 from common.stream_serve import (
@@ -347,34 +344,3 @@ class _Pull:
             self._refused += 1
             if self._refused >= REFUSED_MAX:
                 self._transfer.lost("nobody listens there", time.monotonic())
-
-
-@contextlib.asynccontextmanager
-async def open_streamer(bytes_per_s_max: int = 0) -> AsyncGenerator[ZmqStreamer]:
-    """A receiving end.
-
-    Args:
-        bytes_per_s_max: upper bound of what one fetch takes in; 0: none.
-    """
-    async with ZmqStreamer(bytes_per_s_max) as streamer:
-        yield streamer
-
-
-@contextlib.asynccontextmanager
-async def open_stream_server(bind: str = "tcp://127.0.0.1:0") -> AsyncGenerator[ZmqStreamServer]:
-    """A source; a port of 0 takes a free one."""
-    async with ZmqStreamServer(bind) as server:
-        yield server
-
-
-@contextlib.asynccontextmanager
-async def open_mirror(
-    run_id: str, bind: str, *, bytes_per_s_max: int = 0, directory: Path = MEMORY
-) -> AsyncGenerator[Mirror]:
-    """Versions on this host, over a streamer and a server of its own."""
-    async with open_streamer(bytes_per_s_max) as streamer, open_stream_server(bind) as server:
-        mirror = Mirror(run_id, streamer, server, directory)
-        try:
-            yield mirror
-        finally:
-            mirror.close()

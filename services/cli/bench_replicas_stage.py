@@ -27,6 +27,7 @@ from common.messages.slots import TakeSlot, YieldSlot
 from common.toml_write import to_toml
 from common.weights import NO_VERSION
 from services.cli.plan import common_environment
+from services.cli.rundir import sweep
 
 RUN = "bench-replicas"
 LEASE_S = 3.0
@@ -136,7 +137,7 @@ class Stage:
         return member.peer
 
     def stop(self) -> None:
-        """End all of them."""
+        """End all of them, and remove what those that were killed left in memory."""
         for slot, process in self.replicas.items():
             if process.stalled:
                 self.go_on(slot)
@@ -147,6 +148,7 @@ class Stage:
             except subprocess.TimeoutExpired:
                 process.running.kill()
                 process.running.wait(STOP_S)
+        sweep(RUN)
 
     async def _peer(self, slot: str) -> str:
         member = self._members[slot]

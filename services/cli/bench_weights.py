@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from common.membership import MEMORY
 from common.messages.coordinator import Manifest
 from common.stream import CHUNK_BYTES
 from services.cli.bench import BenchReport, Check, at_least, at_most
 from services.cli.bench_weights_links import Host, LinksUnavailable, hosts
 from services.coordinator.manifest import build_manifest
 
-MEMORY = Path("/dev/shm")  # noqa: S108  (the memory file system is the point)
 RECEIVERS = (1, 2, 4, 8)
 ROUNDS = 3
 LOCAL_BYTES = 96 << 20

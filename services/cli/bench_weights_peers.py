@@ -24,7 +24,7 @@ from common.messages.blob import Blob
 from common.messages.coordinator import Manifest
 from common.mirror import Mirror
 from common.stream import Chunk, Encoding, StreamServer
-from common.transport.stream import open_mirror, open_stream_server, open_streamer
+from common.transport.stream import ZmqStreamer, ZmqStreamServer
 from services.coordinator.store import VersionStore
 from services.rollout.segment import Segment
 
@@ -121,7 +121,7 @@ class Receiver:
 
     async def _stream(self, blob: Blob, address: str) -> None:
         have = bytearray(len(blob.chunks))
-        async with open_streamer() as streamer:
+        async with ZmqStreamer() as streamer:
             await streamer.fetch(
                 blob, memoryview(self._memory), have, [address], timeout_s=TIMEOUT_S
             )
@@ -129,8 +129,11 @@ class Receiver:
     async def _open_mirror(self) -> Mirror:
         if self._mirror is None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            opened = open_mirror("bench", f"tcp://{self._host}:0", directory=self._directory)
-            self._mirror = await self._stack.enter_async_context(opened)
+            enter = self._stack.enter_async_context
+            server = await enter(ZmqStreamServer(f"tcp://{self._host}:0"))
+            streamer = await enter(ZmqStreamer())
+            mirror = Mirror("bench", streamer, server, self._directory)
+            self._mirror = self._stack.enter_context(contextlib.closing(mirror))
         return self._mirror
 
     async def _bring(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def _took(began: float, cpu: float) -> dict[str, Any]:
 async def source(directory: Path, host: str) -> None:
     """Serve until standard input ends."""
     lines = await _lines()
-    async with open_stream_server(f"tcp://{host}:0") as server:
+    async with ZmqStreamServer(f"tcp://{host}:0") as server:
         store = VersionStore(server, directory, "bench")
         while order := json.loads(await lines.readline() or "null"):
             _say(_serve(order, server, store, host))

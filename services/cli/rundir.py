@@ -10,9 +10,9 @@ from typing import IO
 
 from common.config import Config
 from common.errors import ConfigError
+from common.membership import MEMORY
 from common.service import COORDINATOR_FILE
 
-SEGMENT_DIRECTORY = Path("/dev/shm")  # noqa: S108  (the memory file system, not a temp dir)
 NAMES_MAX = 1000
 NAME_CHARS_MAX = 41
 """Of `run.name`; the suffix of a further run of the same name counts."""
@@ -38,8 +38,8 @@ class RunDirectory:
 
 
 def sweep(run_id: str) -> None:
-    """Remove the weight segments of a run."""
-    for segment in SEGMENT_DIRECTORY.glob(f"libra-{run_id}-*") if run_id else ():
+    """Remove what a run left in memory: weights, gradients, differences."""
+    for segment in MEMORY.glob(f"libra-{run_id}-*") if run_id else ():
         segment.unlink(missing_ok=True)
 
 

@@ -20,6 +20,7 @@ import structlog
 
 from common.config import BucketConfig, Config
 from common.config_load import load_config
+from common.membership import MEMORY
 from common.messages.rollout import AssignTrajectory
 from common.messages.scheduler import (
     GroupData,
@@ -59,7 +60,6 @@ from services.trainer.ranks import Ranks
 
 T = TypeVar("T")
 NOBODY = "single"
-SEGMENTS = Path("/dev/shm")  # noqa: S108  (the memory file system)
 
 
 class LocalTools:
@@ -185,7 +185,7 @@ class SingleLoop:
         engine = await asyncio.to_thread(make_engine, config, self._bucket, 0, run_id)
         await engine.start()
         with ThreadPoolExecutor(1, "copy") as copying:
-            publisher = Publisher(SEGMENTS, run_id, DTYPES[config.model.dtype], copying)
+            publisher = Publisher(MEMORY, run_id, DTYPES[config.model.dtype], copying)
             try:
                 await self._play(engine, publisher, steps)
             finally:

@@ -14,7 +14,7 @@ from common.errors import (
     RequestRefused,
     RequestTimeout,
     TransportError,
-    VersionGone,
+    WeightError,
 )
 from common.mesh import Mesh
 from common.messages.base import Message, Request
@@ -112,7 +112,7 @@ class Fanout:
             manifest = described.model_copy(update={"canary": request.canary})
             if self.store is not None:
                 self.store.offer(manifest, self._versions.newest)
-        except (SegmentUnreadable, VersionGone) as error:
+        except (SegmentUnreadable, WeightError) as error:
             raise RequestRefused(Refusal.INVALID, str(error)) from error
         return manifest
 

@@ -8,9 +8,8 @@ from typing import Any
 from common.digests import digest_of, hash_pieces
 from common.errors import LibraError
 from common.messages.coordinator import Manifest, TensorSpec
+from common.stream import CHUNK_BYTES
 
-CHUNK_BYTES = 4 << 20
-"""Large enough that hashing is one pass at memory speed, small enough to locate a fault."""
 HEADER_BYTES_MAX = 64 << 20
 LENGTH_BYTES = 8
 

@@ -5,7 +5,6 @@ pays nothing. A delta is made when a receiver that has the version before asks f
 time, and its chunks are kept in a file on the memory file system for the next receivers.
 """
 
-import mmap
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,32 +14,18 @@ from typing import BinaryIO
 import structlog
 
 from common.delta import encode
-from common.errors import VersionGone
 from common.messages.coordinator import Manifest
+from common.segment import MappedSegment, element_bytes
 from common.stream import Chunk, Encoding, StreamServer
 
 log = structlog.get_logger()
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
+class Served(MappedSegment):
+    """A segment that others stream."""
 
-class Mapped:
-    """A segment, mapped for reading. It stays readable when the file is unlinked meanwhile."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        try:
-            with Path(manifest.segment).open("rb") as file:
-                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise VersionGone(manifest.version) from error
-        self.kept = True
-        """False once the trainer may overwrite the segment."""
-
-    def chunk(self, number: int) -> memoryview:
-        """A view of one chunk; shorter at the end."""
-        size = self.manifest.chunk_bytes
-        return memoryview(self._content)[number * size : (number + 1) * size]
+    kept = True
+    """False once the trainer may overwrite the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +40,7 @@ class Kept:
 class VersionSource:
     """Chunks of one version. Called on the stream server's thread."""
 
-    def __init__(self, version: Mapped, base: Mapped | None, deltas: Path) -> None:
+    def __init__(self, version: Served, base: Served | None, deltas: Path) -> None:
         self._version, self._base = version, base
         self._deltas = deltas
         self._file: BinaryIO | None = None
@@ -63,7 +48,7 @@ class VersionSource:
         self._changed_too_much: set[int] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._itemsize = itemsize(version.manifest)
+        self._element_bytes = element_bytes(version.manifest)
 
     @property
     def segment(self) -> str:
@@ -83,10 +68,10 @@ class VersionSource:
             self._file.seek(kept.start)
             return Chunk(kept.encoding, self._file.read(kept.length))
 
-    def _encode(self, number: int, before: Mapped, whole: memoryview) -> Kept | None:
+    def _encode(self, number: int, before: Served, whole: memoryview) -> Kept | None:
         if self._closed or not before.kept or number in self._changed_too_much:
             return None
-        encoded = encode(before.chunk(number), whole, self._itemsize)
+        encoded = encode(before.chunk(number), whole, self._element_bytes)
         if encoded.encoding is Encoding.FULL:
             self._changed_too_much.add(number)
             return None
@@ -113,15 +98,6 @@ class VersionSource:
                 self._deltas.unlink(missing_ok=True)
 
 
-def itemsize(manifest: Manifest) -> int:
-    """Bytes of the elements that fill most of the segment."""
-    lengths: dict[int, int] = {}
-    for spec in manifest.tensors:
-        size = ITEM_BYTES.get(spec.dtype, 1)
-        lengths[size] = lengths.get(size, 0) + spec.length
-    return max(sorted(lengths), key=lambda size: lengths[size], default=4)
-
-
 class VersionStore:
     """Offers versions to streaming receivers, from their announcement to their release."""
 
@@ -129,7 +105,7 @@ class VersionStore:
         self._server = server
         self._stem = directory / f"libra-{run_id}-d-"
         self._sources: dict[str, VersionSource] = {}
-        self._mapped: dict[str, Mapped] = {}
+        self._mapped: dict[str, Served] = {}
 
     @property
     def address(self) -> str:
@@ -145,12 +121,12 @@ class VersionStore:
         """Serve a version from now on; a second time changes nothing.
 
         Raises:
-            VersionGone: the segment is not there.
+            WeightError: the segment is not there, or is another file by now.
         """
         digest = manifest.digest
         if digest in self._sources and self._sources[digest].segment == manifest.segment:
             return
-        version = Mapped(manifest)
+        version = Served.open(manifest)
         self._withdraw(digest)  # The same weights in another segment: the old one is written next.
         before = self._mapped.get(base.digest) if base else None
         same_shape = before is not None and before.manifest.length == manifest.length

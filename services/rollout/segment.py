@@ -1,17 +1,13 @@
-"""Reads a weight version: maps its segment, checks every chunk, and names its tensors."""
+"""A weight version as the engines read it: tensors of a mapped and checked segment."""
 
-import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
-
-import xxhash
+from typing import TYPE_CHECKING
 
 from common.digests import digest_of, hash_pieces
-from common.errors import ShardCorrupt, VersionGone
 from common.messages.coordinator import Manifest
+from common.segment import MappedSegment
 
 if TYPE_CHECKING:
     import torch
@@ -19,65 +15,20 @@ if TYPE_CHECKING:
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-class Segment:
-    """One mapped segment file. It stays readable when the file is unlinked meanwhile."""
-
-    def __init__(self, manifest: Manifest, content: mmap.mmap) -> None:
-        self.manifest, self._content = manifest, content
-
-    @classmethod
-    def open(cls, manifest: Manifest) -> Self:
-        """Map the file privately: nothing that is done to the views reaches it.
-
-        Raises:
-            VersionGone: the file does not exist any more.
-            ShardCorrupt: it is not as long as the manifest says.
-        """
-        try:
-            with Path(manifest.segment).open("rb") as file:
-                length = file.seek(0, 2)
-                if length != manifest.length:
-                    raise ShardCorrupt(manifest.version, f"length {length}")
-                return cls(manifest, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        except FileNotFoundError as error:
-            raise VersionGone(manifest.version) from error
-
-    def check(self) -> str:
-        """Compare every chunk with its hash. Runs at memory speed: call it in a thread.
-
-        Returns:
-            The digest of what was found.
-
-        Raises:
-            ShardCorrupt: the first chunk that differs.
-        """
-        size = self.manifest.chunk_bytes
-        expected = self.manifest.chunks
-        if len(expected) != -(-self.manifest.length // size):
-            raise ShardCorrupt(self.manifest.version, "number of chunks")
-        with memoryview(self._content) as view:
-            for number, digest in enumerate(expected):
-                chunk = view[number * size : (number + 1) * size]
-                if xxhash.xxh3_64_intdigest(chunk) != digest:
-                    raise ShardCorrupt(self.manifest.version, f"chunk {number}")
-        return digest_of(self.manifest.tensors, expected)
-
-    def header(self) -> bytes:
-        """What precedes the first tensor."""
-        end = min((spec.offset for spec in self.manifest.tensors), default=self.manifest.length)
-        return self._content[:end]
+class Segment(MappedSegment):
+    """A segment whose tensors an engine loads."""
 
     def tensors(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Each tensor as a view of the mapping, which the views keep alive."""
         import torch
 
-        for spec in self.manifest.tensors:
+        for tensor in self.mapped_tensors():
+            spec = tensor.spec
             dtype = getattr(torch, SAFETENSORS_DTYPES[spec.dtype])
-            flat = torch.frombuffer(  # pyright: ignore[reportUnknownMemberType]
-                self._content,
-                dtype=dtype,
-                count=spec.length // dtype.itemsize,
-                offset=spec.offset,
+            flat = (
+                torch.frombuffer(tensor.content, dtype=dtype)  # pyright: ignore[reportUnknownMemberType]
+                if spec.length
+                else torch.empty(0, dtype=dtype)
             )
             yield spec.name, flat.view(spec.shape)
 

@@ -3,7 +3,6 @@
 Randomness is the caller's `random.Random`.
 """
 
-import math
 from dataclasses import dataclass
 from random import Random
 
@@ -29,11 +28,6 @@ class LatencyLaw:
         else:
             seconds = random.lognormvariate(self.log_mean, self.log_sd)
         return min(seconds, self.timeout_s)
-
-    @property
-    def median_s(self) -> float:
-        """Of the body."""
-        return math.exp(self.log_mean)
 
 
 LOCAL_SEARCH = LatencyLaw(-1.6, 0.5)

@@ -18,17 +18,15 @@ from typing import Self
 
 import blake3
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from common.digests import hash_pieces
 from common.errors import LibraError
 from common.messages.blob import Blob
-from common.stream import Chunk, Encoding, Streamer
+from common.stream import CHUNK_BYTES, Chunk, Encoding, Streamer
 from services.trainer.rounds import Sum
 
-CHUNK_BYTES = 4 * 2**20
-"""A multiple of every element's size."""
 FETCH_TIMEOUT_S = 30.0
 """The core has long run the micro-batches itself when a sum takes so long."""
 WIRE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -118,7 +116,7 @@ class GradientFile:
                 written.zero_()
             else:
                 written.copy_(parameter.grad)
-        hashes = list(chunk_hashes(memoryview(memory)))
+        hashes = hash_pieces([memoryview(memory)], CHUNK_BYTES)
         name = blake3.blake3(b"".join(h.to_bytes(8, "little") for h in hashes))
         return Blob(
             path=str(self._path),
@@ -169,12 +167,6 @@ class MappedChunks:
         return Chunk(Encoding.FULL, self.content[first : first + self.chunk_bytes])
 
 
-def chunk_hashes(content: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[int]:
-    """xxh3-64 of each chunk."""
-    for first in range(0, len(content), chunk_bytes):
-        yield xxhash.xxh3_64_intdigest(content[first : first + chunk_bytes])
-
-
 class ReceivedGradient:
     """An open gradient file; it stays readable when its name is removed."""
 
@@ -206,7 +198,7 @@ class ReceivedGradient:
         if os.fstat(self._descriptor).st_size != blob.length:
             raise GradientUnsound("length")
         memory = _mapped(self.path)
-        if list(chunk_hashes(memoryview(memory), blob.chunk_bytes)) != blob.chunks:
+        if hash_pieces([memoryview(memory)], blob.chunk_bytes) != blob.chunks:
             raise GradientUnsound("digest")
         flat = torch.frombuffer(memory, dtype=WIRE_DTYPES[dtype])
         step = CHUNK_BYTES // flat.itemsize

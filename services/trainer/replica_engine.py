@@ -8,9 +8,8 @@ Everything runs in one thread, in the order in which it is asked for; asking blo
 # pyright: reportUnknownArgumentType=false
 
 import asyncio
-import mmap
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,15 @@ import torch
 from torch import Tensor
 
 from common.config import Config
-from common.errors import ShardCorrupt, VersionGone
+from common.errors import ShardCorrupt
 from common.messages.blob import Blob
 from common.messages.coordinator import Manifest
 from common.messages.trainer import PackData, SequenceData, WorkOffer
+from common.segment import MappedSegment
 from common.stream import StreamServer
 from common.weights import NO_VERSION
 from services.trainer.batch import TrainingSequence
-from services.trainer.gradients import WIRE_NAMES, GradientFile, GradientLayout, chunk_hashes
+from services.trainer.gradients import WIRE_NAMES, GradientFile, GradientLayout
 from services.trainer.model import Policy, load_policy
 from services.trainer.outlet import Outlet
 from services.trainer.packing import Pack
@@ -169,25 +169,24 @@ class ReplicaEngine:
             return  # Whoever asked before gave up waiting.
         self._forget()
         self.version = NO_VERSION
-        memory = _map(manifest)
+        segment = MappedSegment.open(manifest)
         if self._outlet.names is None:
             self._load_whole(manifest)
         else:
-            self._copy(manifest, memory)
+            self._copy(segment, self._outlet.names)
         # Checked afterwards: a writer that came too early is found out.
-        if list(chunk_hashes(memoryview(memory), manifest.chunk_bytes)) != manifest.chunks:
-            raise ShardCorrupt(manifest.version, "a chunk")
-        self.version, self.digest = manifest.version, manifest.digest
+        digest = segment.check()
+        self.version, self.digest = manifest.version, digest
 
-    def _copy(self, manifest: Manifest, memory: mmap.mmap) -> None:
-        assert self._outlet.names is not None
+    def _copy(self, segment: MappedSegment, names: Mapping[str, str]) -> None:
+        version = segment.manifest.version
         state: dict[str, Tensor] = self.policy.model.state_dict()
-        views = dict(_tensors(manifest, memory))
-        if views.keys() != self._outlet.names.keys():
-            raise ShardCorrupt(manifest.version, "its tensor table")
-        for published, own in self._outlet.names.items():
+        views = dict(_tensors(segment))
+        if views.keys() != names.keys():
+            raise ShardCorrupt(version, "its tensor table")
+        for published, own in names.items():
             if state[own].shape != views[published].shape:
-                raise ShardCorrupt(manifest.version, published)
+                raise ShardCorrupt(version, published)
             state[own].copy_(views[published])
 
     def _load_whole(self, manifest: Manifest) -> None:
@@ -239,25 +238,15 @@ class ReplicaEngine:
             self._residual.zero_()
 
 
-def _map(manifest: Manifest) -> mmap.mmap:
-    try:
-        with Path(manifest.segment).open("rb") as file:
-            length = file.seek(0, 2)
-            if length != manifest.length:
-                raise ShardCorrupt(manifest.version, f"length {length}")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except FileNotFoundError as error:
-        raise VersionGone(manifest.version) from error
-
-
-def _tensors(manifest: Manifest, memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
-    for spec in manifest.tensors:
+def _tensors(segment: MappedSegment) -> Iterator[tuple[str, Tensor]]:
+    for tensor in segment.mapped_tensors():
+        spec = tensor.spec
         dtype = TORCH_DTYPES[spec.dtype]
-        count = spec.length // dtype.itemsize
-        if not count:
-            yield spec.name, torch.empty(spec.shape, dtype=dtype)
-            continue
-        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=spec.offset)
+        flat = (
+            torch.frombuffer(tensor.content, dtype=dtype)
+            if spec.length
+            else torch.empty(0, dtype=dtype)
+        )
         yield spec.name, flat.view(spec.shape)
 
 

@@ -23,7 +23,7 @@ import blake3
 import structlog
 
 from common.errors import RunFailed
-from common.membership import Membership
+from common.membership import MEMORY, Membership
 from common.messages.coordinator import MemberUpdate
 from common.messages.scheduler import GroupData, StepFinished
 from common.messages.trainer import GetTrainerStatus, TrainerStatus
@@ -43,7 +43,6 @@ from services.trainer.step import StepAbandoned, StepResult
 log = structlog.get_logger()
 
 T = TypeVar("T")
-SEGMENTS = Path("/dev/shm")  # noqa: S108  (a memory file system is the point)
 JOIN_TIMEOUT_S = 60.0
 """The coordinator starts together with the trainer, or was restarted."""
 SEGMENT_MARGIN_S = 10.0
@@ -72,7 +71,7 @@ class TrainerService:
     def __init__(
         self,
         runtime: Runtime,
-        segments: Path = SEGMENTS,
+        segments: Path = MEMORY,
         open_streamer: Callable[[Runtime], AbstractAsyncContextManager[Streamer]] | None = None,
     ) -> None:
         self._runtime, self._open_streamer = runtime, open_streamer

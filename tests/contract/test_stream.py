@@ -20,7 +20,7 @@ from common.errors import ShardCorrupt, StreamBroken
 from common.messages.blob import Blob
 from common.stream import PIECE_BYTES, Base, Chunk, Encoding, Fetched, Streamer, StreamServer
 from common.transport.sim_stream import SimStreamNetwork
-from common.transport.stream import open_stream_server, open_streamer
+from common.transport.stream import ZmqStreamer, ZmqStreamServer
 
 LIMIT_S = 10.0
 SHORT_S = 0.4
@@ -54,7 +54,7 @@ def net(request: pytest.FixtureRequest) -> Net:
     if request.param == "sim":
         return sim()
     run = asyncio.run if request.param == "zmq-asyncio" else uvloop.run
-    return Net(run, lambda _: open_stream_server(), open_streamer)
+    return Net(run, lambda _: ZmqStreamServer(), ZmqStreamer)
 
 
 @dataclass
@@ -393,7 +393,7 @@ def test_a_listener_that_says_nothing_is_given_up() -> None:
         receiver = Receiver(blob_of(noise(CHUNK)), timeout_s=SHORT_S)
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as mute:
             address = "tcp://{}:{}".format(*mute.getsockname())
-            async with open_streamer() as streamer:
+            async with ZmqStreamer() as streamer:
                 with pytest.raises(StreamBroken, match="silent"):
                     await receiver.fetch(streamer, address)
 
@@ -404,7 +404,7 @@ def test_garbage_ends_neither_a_server_nor_a_fetch() -> None:
     content = noise(2 * CHUNK)
 
     async def scenario() -> None:
-        async with open_stream_server() as server, open_streamer() as streamer:
+        async with ZmqStreamServer() as server, ZmqStreamer() as streamer:
             server.offer("digest", Source(content))
             with zmq.Context() as context, context.socket(zmq.DEALER) as rude:
                 rude.connect(server.address)

@@ -10,14 +10,14 @@ import xxhash
 
 from common.messages.blob import Blob
 from common.stream import CHUNK_BYTES, Chunk, Encoding
-from common.transport.stream import open_stream_server
+from common.transport.stream import ZmqStreamServer
 
 LENGTH = 512 << 20
 RECEIVE = """
 import asyncio, json, mmap, sys
 from pathlib import Path
 from common.messages.blob import Blob
-from common.transport.stream import open_streamer
+from common.transport.stream import ZmqStreamer
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -29,7 +29,7 @@ async def main():
     with open(order["into"], "w+b") as file:
         file.truncate(blob.length)
         into = memoryview(mmap.mmap(file.fileno(), blob.length))
-    async with open_streamer() as streamer:
+    async with ZmqStreamer() as streamer:
         grown = []
         have = bytearray(len(blob.chunks))
         await streamer.fetch(blob, into, have, [order["source"]], timeout_s=50, chunks=[0])
@@ -60,7 +60,7 @@ async def test_half_a_gigabyte_is_received_in_less_than_two_chunks(tmp_path: Pat
     blob = Blob(
         path="", length=LENGTH, chunk_bytes=CHUNK_BYTES, chunks=[digest] * count, digest="zeros"
     )
-    async with open_stream_server() as server:
+    async with ZmqStreamServer() as server:
         server.offer("zeros", Zeros())
         into = tmp_path / "into"
         order = {"blob": blob.model_dump(), "source": server.address, "into": str(into)}

@@ -17,6 +17,7 @@ import torch
 
 from common.clock import run_sim
 from common.config import Config
+from common.digests import hash_pieces
 from common.errors import RequestRefused, TransportError
 from common.mesh import Mesh
 from common.messages.coordinator import (
@@ -32,11 +33,11 @@ from common.messages.coordinator import (
 from common.messages.rollout import ApplyVersion
 from common.messages.slots import TakeSlot, YieldSlot
 from common.messages.trainer import PackData, ReturnGradient, WorkOffer
-from common.stream import StreamServer
+from common.stream import CHUNK_BYTES, StreamServer
 from common.transport.sim import Faults, SimNetwork
 from common.transport.sim_stream import SimStreamNetwork
 from services.trainer.crew import Crew
-from services.trainer.gradients import StreamedGradients, chunk_hashes
+from services.trainer.gradients import StreamedGradients
 from services.trainer.leases import Own, Wait
 from services.trainer.pieces import Totals
 from services.trainer.replica import Replica
@@ -313,7 +314,7 @@ def nan_and_its_hash(computed: Computed) -> Computed:
 
     corrupt(computed, poison)
     content = memoryview(Path(computed.blob.path).read_bytes())
-    blob = computed.blob.model_copy(update={"chunks": list(chunk_hashes(content))})
+    blob = computed.blob.model_copy(update={"chunks": hash_pieces([content], CHUNK_BYTES)})
     return replace(computed, blob=blob)
 
 

@@ -7,14 +7,12 @@ parents. Rows depend on the trajectory's own past only, never on what was learne
 sums over rows can be added across shards.
 """
 
-from collections.abc import Iterator
 from math import log1p, log2
 from typing import NamedTuple
 from zlib import crc32
 
 from common.trajectory import ToolStatus
 from services.scheduler.routing.outcomes import ToolOutcome
-from services.scheduler.routing.route import Route
 
 NUMBERS = 16
 """Numeric columns of a row; `Progress.point` lists them."""
@@ -241,13 +239,3 @@ class Progress:
         turn_tokens = (self.sampled + TURN_TOKENS_GUESSED) / (turn + 1)
         base = log1p(turn_tokens * turns_guessed(turn))
         return Point(numbers, cells, base, counted, self.sampled)
-
-
-def points_of(route: Route, tools: ToolCells) -> Iterator[Point]:
-    """All points of a route: its start, then one per outcome."""
-    yield START
-    progress = Progress(tools)
-    for outcome, sampled, context in zip(
-        route.outcomes, route.action_tokens_at, route.context_tokens_at, strict=True
-    ):
-        yield progress.advance(outcome, sampled, context)

@@ -138,13 +138,6 @@ class ResidualPredictor:
         spread = self._spread if point.turn else self._start_spread
         return spread.remaining_after(self._location(live, point), tokens_since_return)
 
-    def expected_log(self, route: Route) -> float:
-        """Mean of log(1 + tokens still to come)."""
-        live = self._find(route)
-        point = live.point
-        spread = self._spread if point.turn else self._start_spread
-        return self._location(live, point) + spread.log_mean
-
     def end(self, route: Route, *, finished: bool) -> None:
         """It ended; learn from it if it finished by itself."""
         live = self._find(route)

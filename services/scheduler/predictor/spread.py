@@ -23,7 +23,7 @@ _LOG_MAX = 30.0
 class Spread:
     """How far actual logarithms lie from the expected ones."""
 
-    __slots__ = ("factors", "log_mean", "mean", "p50", "p90")
+    __slots__ = ("factors", "mean", "p50", "p90")
 
     def __init__(self, errors: Array, trajectories: float, wider: float = 1.0) -> None:
         """From errors that are left on rows that were learned from.
@@ -34,7 +34,6 @@ class Spread:
         middle = errors.mean() if len(errors) else 0.0
         wider *= sqrt(1.0 + _DOUBT / (trajectories + _DOUBT))
         known = np.concatenate([middle + (errors - middle) * wider, ASSUMED])
-        self.log_mean = float(known.mean())
         known.sort()
         quantiles = np.interp(_LEVELS, np.linspace(0.0, 1.0, len(known)), known)
         factors = np.exp(np.clip(quantiles, -_LOG_MAX, _LOG_MAX))

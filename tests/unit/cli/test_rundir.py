@@ -4,8 +4,9 @@ import pytest
 
 from common.config import Config
 from common.errors import ConfigError
+from common.membership import MEMORY
 from services.cli.plot import plot_reward, smooth
-from services.cli.rundir import SEGMENT_DIRECTORY, open_run_directory
+from services.cli.rundir import open_run_directory
 from services.scheduler.summary import surviving_rows
 
 
@@ -53,8 +54,8 @@ def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
 
 def test_closing_removes_this_runs_segments_and_no_others(tmp_path: Path) -> None:
     directory = open_run_directory(config(tmp_path), resume=False)
-    mine = SEGMENT_DIRECTORY / f"libra-{directory.run_id}-w0"
-    other = SEGMENT_DIRECTORY / f"libra-{directory.run_id}x-w0"
+    mine = MEMORY / f"libra-{directory.run_id}-w0"
+    other = MEMORY / f"libra-{directory.run_id}x-w0"
     mine.write_bytes(b"x")
     other.write_bytes(b"x")
     try:

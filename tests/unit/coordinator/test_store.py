@@ -12,9 +12,10 @@ import pytest
 from common.delta import decode_into
 from common.errors import VersionGone
 from common.messages.coordinator import Manifest
+from common.segment import element_bytes
 from common.stream import Chunk, ChunkSource, Encoding
 from services.coordinator.manifest import build_manifest
-from services.coordinator.store import VersionStore, itemsize
+from services.coordinator.store import VersionStore
 
 Values = array
 ELEMENTS = 3 << 20
@@ -189,4 +190,4 @@ def test_what_a_killed_coordinator_left_is_swept_and_nothing_else(tmp_path: Path
 
 
 def test_the_item_size_is_that_of_most_bytes(tmp_path: Path, weights: Values) -> None:
-    assert itemsize(publish(tmp_path / "w0", 1, weights[:64])) == 2
+    assert element_bytes(publish(tmp_path / "w0", 1, weights[:64])) == 2
