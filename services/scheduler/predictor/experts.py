@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from services.scheduler.predictor.features import (
-    COLUMNS,
-    NUMBERS,
-    SIZE_COLUMNS,
+    OBSERVED_COLUMN,
+    SIZE_CELLS,
     START_COLUMN,
     STATUS_COLUMNS,
+    STATUSES,
+    TOOL_CELLS,
     TOOL_COLUMNS,
 )
 from services.scheduler.predictor.regression import PENALTIES, Sums, bases
-from services.scheduler.predictor.rows import Ring
+from services.scheduler.predictor.rows import Ring, dense
 
 Array = np.ndarray[Any, Any]
 
@@ -33,14 +34,10 @@ _GROWTH = 1.25
 """It is derived anew when there are so many times as many rows, and each time while few."""
 _TRIED = 256
 """Newest rows that both are tried on."""
-_STATUSES = 4
-_SIZES = 13
-_TOOLS = 24
-_CELLS = _TOOLS * _STATUSES * _SIZES
+_CELLS = TOOL_CELLS * STATUSES * SIZE_CELLS
 _STATUS_CELL, _OBSERVED_CELL, _TOOL_CELL = 1, 6, 8
 """Places among a row's cells."""
 _STATUS_COLUMN = int(STATUS_COLUMNS.start)
-_OBSERVED_COLUMN = int(SIZE_COLUMNS.start) + _SIZES
 _TOOL_COLUMN = int(TOOL_COLUMNS.start)
 _GUESS = 6.2
 """log(500): before any is known."""
@@ -72,10 +69,10 @@ class Expert:
     def blended(self, cells: tuple[int, ...], location: float, known: float) -> float:
         """The regression's estimate for a row with such cells, and its share of this one."""
         share = self.share * known
-        status = (cells[_STATUS_CELL] - _STATUS_COLUMN) % _STATUSES
+        status = (cells[_STATUS_CELL] - _STATUS_COLUMN) % STATUSES
         tool = cells[_TOOL_CELL] - _TOOL_COLUMN
-        observed = cells[_OBSERVED_CELL] - _OBSERVED_COLUMN
-        expected = self.expected[(tool * _STATUSES + status) * _SIZES + observed]
+        observed = cells[_OBSERVED_CELL] - OBSERVED_COLUMN
+        expected = self.expected[(tool * STATUSES + status) * SIZE_CELLS + observed]
         return location + share * (expected - location)
 
 
@@ -117,14 +114,14 @@ def expert(ring: Ring, residuals: Array, sums: Sums) -> Expert:
 
 def _tables(seen: _Seen, tried: slice) -> tuple[Array, Array]:
     """Means by cell; and those at the tried rows, without what their own trajectory said."""
-    status = (seen.cells[:, _STATUS_CELL] - _STATUS_COLUMN) % _STATUSES
-    tool = (seen.cells[:, _TOOL_CELL] - _TOOL_COLUMN) * _STATUSES + status
-    finest = tool * _SIZES + seen.cells[:, _OBSERVED_CELL] - _OBSERVED_COLUMN
+    status = (seen.cells[:, _STATUS_CELL] - _STATUS_COLUMN) % STATUSES
+    tool = (seen.cells[:, _TOOL_CELL] - _TOOL_COLUMN) * STATUSES + status
+    finest = tool * SIZE_CELLS + seen.cells[:, _OBSERVED_CELL] - OBSERVED_COLUMN
     cells = np.arange(_CELLS)
     levels = (
         (np.zeros_like(status), np.zeros_like(cells)),
-        (status, cells // _SIZES % _STATUSES),
-        (tool, cells // _SIZES),
+        (status, cells // SIZE_CELLS % STATUSES),
+        (tool, cells // SIZE_CELLS),
         (finest, cells),
     )
     expected = np.full(_CELLS, _GUESS)
@@ -149,16 +146,13 @@ def _missed(seen: _Seen, tried: slice, fitted: Array, sums: Sums) -> Array:
     block of the hat matrix.
     """
     count = len(fitted)
-    dense = np.zeros((count, COLUMNS))
-    dense[:, :NUMBERS] = seen.numbers[tried]
-    dense[np.arange(count)[:, None], seen.cells[tried]] = 1.0
-    dense[:, -1] = 0.0
-    solved = np.linalg.solve(sums.products + np.diag(PENALTIES), dense.T)
+    rows = dense(seen.numbers[tried], seen.cells[tried])
+    solved = np.linalg.solve(sums.products + np.diag(PENALTIES), rows.T)
     shares = seen.shares[tried]
     cuts = np.flatnonzero(np.diff(seen.trajectories[tried])) + 1
     missed = fitted.copy()
     for first, last in zip((0, *cuts.tolist()), (*cuts.tolist(), count), strict=True):
-        hat = dense[first:last] @ solved[:, first:last] * shares[first:last]
+        hat = rows[first:last] @ solved[:, first:last] * shares[first:last]
         rest = (1.0 + 1e-6) * np.eye(last - first) - hat
         missed[first:last] = np.linalg.solve(rest, fitted[first:last])
     return missed

@@ -23,24 +23,24 @@ TURN_MAX = 512
 """Later turns are told apart no more."""
 _TURN_CELLS = 24
 _STATUS_TURNS = 7
-_STATUSES = 4
+STATUSES = 4
 _STREAK_MAX = 5
 _KINDS = 3
 _REPEATS = 5
-_SIZE_CELLS = 13
-_TOOL_CELLS = 24
+SIZE_CELLS = 13
+TOOL_CELLS = 24
 _FAILED_TOOL_CELLS = 16
 
 _TURN = NUMBERS
 _TURN_STATUS = _TURN + _TURN_CELLS
-_STREAK = _TURN_STATUS + _STATUS_TURNS * _STATUSES
+_STREAK = _TURN_STATUS + _STATUS_TURNS * STATUSES
 _HISTORY = _STREAK + _STREAK_MAX + 1
 _REPEAT = _HISTORY + _KINDS * (_KINDS + 1)
 _CONTEXT = _REPEAT + _REPEATS
-_OBSERVED = _CONTEXT + _SIZE_CELLS
-_SAMPLED = _OBSERVED + _SIZE_CELLS
-_TOOL = _SAMPLED + _SIZE_CELLS
-_FAILED_TOOL = _TOOL + _TOOL_CELLS
+_OBSERVED = _CONTEXT + SIZE_CELLS
+_SAMPLED = _OBSERVED + SIZE_CELLS
+_TOOL = _SAMPLED + SIZE_CELLS
+_FAILED_TOOL = _TOOL + TOOL_CELLS
 COLUMNS = _FAILED_TOOL + _FAILED_TOOL_CELLS + 1
 """Width of a row."""
 START_COLUMN = _TURN
@@ -52,6 +52,8 @@ TURN_COLUMNS = slice(_TURN, _TURN_STATUS)
 STATUS_COLUMNS = slice(_TURN_STATUS, _CONTEXT)
 SIZE_COLUMNS = slice(_CONTEXT, _TOOL)
 TOOL_COLUMNS = slice(_TOOL, COLUMNS)
+OBSERVED_COLUMN = _OBSERVED
+"""Of the smallest observation; larger ones follow."""
 
 _STATUS = {
     ToolStatus.OK: 0,
@@ -124,7 +126,7 @@ class ToolCells:
             if len(self._cells) >= _TOOLS_KNOWN_MAX:
                 self._cells.clear()
             digest = crc32(tool.encode())
-            cells = (_TOOL + digest % _TOOL_CELLS, _FAILED_TOOL + digest % _FAILED_TOOL_CELLS)
+            cells = (_TOOL + digest % TOOL_CELLS, _FAILED_TOOL + digest % _FAILED_TOOL_CELLS)
             self._cells[tool] = cells
         return cells
 
@@ -225,14 +227,14 @@ class Progress:
         cells = (
             _TURN + TURN_CELLS[counted],
             _TURN_STATUS
-            + (turn if turn < _STATUS_TURNS else _STATUS_TURNS - 1) * _STATUSES
+            + (turn if turn < _STATUS_TURNS else _STATUS_TURNS - 1) * STATUSES
             + status,
             _STREAK + streak,
             _HISTORY + (self._kind - 1) * (_KINDS + 1) + self._kind_before,
             _REPEAT + repeat,
-            _CONTEXT + (int(log_context) if log_context < _SIZE_CELLS else _SIZE_CELLS - 1),
-            _OBSERVED + (int(log_observed) if log_observed < _SIZE_CELLS else _SIZE_CELLS - 1),
-            _SAMPLED + (int(2 * log_in_turn) if log_in_turn < _SIZE_CELLS / 2 else _SIZE_CELLS - 1),
+            _CONTEXT + (int(log_context) if log_context < SIZE_CELLS else SIZE_CELLS - 1),
+            _OBSERVED + (int(log_observed) if log_observed < SIZE_CELLS else SIZE_CELLS - 1),
+            _SAMPLED + (int(2 * log_in_turn) if log_in_turn < SIZE_CELLS / 2 else SIZE_CELLS - 1),
             tool_cell,
             failed_cell,
         )

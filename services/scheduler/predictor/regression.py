@@ -19,7 +19,7 @@ from services.scheduler.predictor.features import (
     Point,
     turns_guessed,
 )
-from services.scheduler.predictor.rows import Batch
+from services.scheduler.predictor.rows import Batch, dense
 
 Array = np.ndarray[Any, Any]
 
@@ -73,10 +73,10 @@ class Sums:
         """Take in rows."""
         self._age_to(float(batch.clocks.max()))
         shares = 0.5 ** ((self.clock - batch.clocks) / self.half_life)
-        dense = batch.dense(COLUMNS)
-        dense *= np.sqrt(shares)[:, None]
-        self.products += dense.T @ dense
-        self.moments += dense.T @ (batch.targets * np.sqrt(shares))
+        rows = dense(batch.numbers, batch.cells)
+        rows *= np.sqrt(shares)[:, None]
+        self.products += rows.T @ rows
+        self.moments += rows.T @ (batch.targets * np.sqrt(shares))
         self.count += float(shares.sum())
 
     def merge(self, other: "Sums") -> None:
@@ -91,9 +91,9 @@ class Sums:
         """Weights of the columns; `guessed` rows, dense, and targets count in for this once."""
         products, moments = self.products, self.moments
         if guessed is not None:
-            dense, targets = guessed
-            products = products + weight * (dense.T @ dense)
-            moments = moments + weight * (dense.T @ targets)
+            rows, targets = guessed
+            products = products + weight * (rows.T @ rows)
+            moments = moments + weight * (rows.T @ targets)
         return np.linalg.solve(products + np.diag(PENALTIES), moments)
 
 

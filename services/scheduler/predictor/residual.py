@@ -27,7 +27,7 @@ from services.scheduler.predictor.features import (
 from services.scheduler.predictor.live import Live
 from services.scheduler.predictor.pace import solve_after
 from services.scheduler.predictor.regression import Sums, regressed
-from services.scheduler.predictor.rows import Batch, Ended, Kept, Ring, Rows, packed, united
+from services.scheduler.predictor.rows import Batch, Ended, Kept, Ring, Rows, dense, packed, united
 from services.scheduler.predictor.siblings import Siblings, Unfinished, fit, signals
 from services.scheduler.predictor.spread import Spread
 from services.scheduler.predictor.state import State, encode
@@ -286,17 +286,17 @@ class ResidualPredictor:
             weights = self._sums.solve()
         else:
             batch = guessed.batch()
-            dense = batch.dense(COLUMNS)
+            rows = dense(batch.numbers, batch.cells)
             targets, counted = imputed(
                 batch,
-                dense @ np.array(self._weights),
+                rows @ np.array(self._weights),
                 np.frombuffer(ring.residuals)[ring.newest(_FIT_ROWS)],
                 weight=self._unfinished_rows / len(guessed),
                 unsure=share_unfinished(self._unfinished_rows, self._sums.count),
             )
-            dense, targets = dense[counted], targets[counted]
-            weights = self._sums.solve((dense, targets), self._unfinished_rows / len(targets))
-            residuals = targets - dense @ weights
+            rows, targets = rows[counted], targets[counted]
+            weights = self._sums.solve((rows, targets), self._unfinished_rows / len(targets))
+            residuals = targets - rows @ weights
             unfinished = Unfinished(self._unfinished_rows, float(residuals.mean()))
         self._weights = weights.tolist()
         self._counts = self._sums.products.diagonal().tolist()

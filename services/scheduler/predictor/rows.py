@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from services.scheduler.predictor.features import CELLS, NUMBERS, Point
+from services.scheduler.predictor.features import CELLS, COLUMNS, NUMBERS, Point
 
 Array = np.ndarray[Any, Any]
 
@@ -45,13 +45,14 @@ class Batch(NamedTuple):
     groups: Array
     """int64 [rows]: number of its prompt."""
 
-    def dense(self, columns: int) -> Array:
-        """float64 [rows, columns]; the last column, which stands for no cell, is zero."""
-        dense = np.zeros((len(self.targets), columns))
-        dense[:, :NUMBERS] = self.numbers
-        dense[np.arange(len(dense))[:, None], self.cells] = 1.0
-        dense[:, -1] = 0.0
-        return dense
+
+def dense(numbers: Array, cells: Array) -> Array:
+    """float64 [rows, COLUMNS]; the last column, which stands for no cell, is zero."""
+    rows = np.zeros((len(numbers), COLUMNS))
+    rows[:, :NUMBERS] = numbers
+    rows[np.arange(len(rows))[:, None], cells] = 1.0
+    rows[:, -1] = 0.0
+    return rows
 
 
 _FIELDS = NUMBERS + CELLS
