@@ -33,8 +33,6 @@ INTERVALS_PRIOR = 4
 """Holds until the next change, before any change was seen."""
 UNDONE_MAX = 4
 """Holds after which an order that nobody carries out is forgotten."""
-
-
 REMEMBERED_HOLDS = 16
 """So long it is remembered what a split came to, while the run's work stays the same."""
 SAME_WORK = 1.3
@@ -101,8 +99,6 @@ class Trial:
 
     source: Split
     target: Split
-    step: int
-    """The last one before it."""
     before_s: float
     """A step before."""
     foreseen_s: float
@@ -219,7 +215,6 @@ def _changed(state: PlannerState, measure: StepMeasure, rules: PlanRules) -> Pla
     trial = Trial(
         source=known.split,
         target=split,
-        step=measure.step - 1,
         before_s=known.step_s.value,
         foreseen_s=foreseen.step_s,
         train_token_s=state.train_token_s,
