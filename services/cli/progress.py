@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from common.messages.coordinator import SlotStatus
 from common.messages.scheduler import RunStatus
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -80,7 +81,7 @@ class Progress:
         head.add_row("[b]trajectories[/b]", "", counts(status.trajectories))
         head.add_row("[b]groups[/b]", "", counts(status.groups))
         if status.slots:
-            head.add_row("[b]slots[/b]", "", slots(status))
+            head.add_row("[b]slots[/b]", "", "  ".join(map(describe_slot, status.slots)))
         head.add_row("[b]idle[/b]", "", idle(metrics))
         head.add_row(
             "[b]time[/b]",
@@ -109,13 +110,10 @@ def workers(status: RunStatus) -> Table:
     return table
 
 
-def slots(status: RunStatus) -> str:
-    """`long-0 train  long-1 rollout (loading 3 s)`: whose each hybrid slot is, or is becoming."""
-    return "  ".join(
-        f"{slot.slot} {slot.side}"
-        + ("" if slot.phase == "active" else f" ({slot.phase} {slot.phase_s:.0f} s)")
-        for slot in status.slots
-    )
+def describe_slot(slot: SlotStatus) -> str:
+    """`long-0 train`, and the phase where it is not there yet."""
+    text = f"{slot.slot} {slot.side}"
+    return text if slot.phase == "active" else f"{text} ({slot.phase} {slot.phase_s:.0f} s)"
 
 
 def bar(status: RunStatus, width: int = 40) -> str:

@@ -22,8 +22,9 @@ from common.errors import (
 from common.identity import new_identity
 from common.mesh import Mesh
 from common.messages.coordinator import GetFleet, SetSplit, SlotStatus
-from common.service import COORDINATOR_FILE, bind_address
+from common.service import COORDINATOR_FILE, bind_address, published_coordinator
 from common.transport.zmq import ZmqTransport
+from services.cli.progress import describe_slot
 from services.cli.why import find_run
 
 CONNECT_TIMEOUT_S = 5.0
@@ -70,13 +71,13 @@ def scale(run: Path | None, wanted: Wanted | None, *, as_json: bool) -> None:
         print(json.dumps(summary(place, wanted, slots, took_s)))
     elif wanted is None:
         for slot in slots:
-            console.print(describe(slot), markup=False)
+            console.print(describe_slot(slot), markup=False)
     done = wanted is None or holds(slots, wanted.train)
     if not done:
         assert wanted is not None
         raise RunFailed(
             f"the split did not hold within {wanted.timeout_s:g} s; the coordinator goes on with "
-            f"it: {', '.join(map(describe, slots))}"
+            f"it: {', '.join(map(describe_slot, slots))}"
         )
 
 
@@ -146,7 +147,7 @@ async def _watch(
         took_s = loop.time() - began_s
         stand = [(slot.side, slot.phase) for slot in slots]
         if stand != shown:
-            line = "  ".join(map(describe, slots))
+            line = "  ".join(map(describe_slot, slots))
             console.print(f"{took_s:6.1f} s  {line}", markup=False, soft_wrap=True)
             shown = stand
         if holds(slots, wanted.train) or took_s > wanted.timeout_s:
@@ -188,7 +189,8 @@ class _Run:
                 return fleet.slots
 
     async def _connect(self) -> str:
-        address = _published(self._place) or self._place.address
+        place = self._place
+        address = published_coordinator(place.directory, place.run_id) or place.address
         return await self._mesh.connect(address, timeout_s=CONNECT_TIMEOUT_S)
 
     def _silent(self, error: Exception) -> RunFailed:
@@ -198,25 +200,10 @@ class _Run:
         )
 
 
-def _published(place: Place) -> str | None:
-    """Where the coordinator listens now; it is elsewhere after a restart."""
-    try:
-        entry = json.loads((place.directory / COORDINATOR_FILE).read_text())
-        return str(entry["address"]) if entry["run_id"] == place.run_id else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def holds(slots: list[SlotStatus], train: int) -> bool:
     """Whether every slot is active on its side, and as many train as are wanted."""
     active = all(slot.phase == "active" for slot in slots)
     return bool(slots) and active and sum(slot.side == "train" for slot in slots) == train
-
-
-def describe(slot: SlotStatus) -> str:
-    """`long-0 train`, and the phase where it is not there yet."""
-    text = f"{slot.slot} {slot.side}"
-    return text if slot.phase == "active" else f"{text} ({slot.phase} {slot.phase_s:.0f} s)"
 
 
 def summary(

@@ -8,7 +8,8 @@ import pytest
 from common.config import BucketConfig
 from common.errors import ConfigError
 from common.messages.coordinator import SlotStatus
-from services.cli.scale import Place, Wanted, check, describe, find_place, holds, summary
+from services.cli.progress import describe_slot
+from services.cli.scale import Place, Wanted, check, find_place, holds, summary
 from tests.support.sim import sim_config
 
 FLEX = BucketConfig(name="flex", workers=3, hybrid=True)
@@ -69,8 +70,8 @@ def test_a_split_holds_when_every_slot_is_active_on_its_side() -> None:
 
 
 def test_a_slot_on_its_way_says_how_far_it_is() -> None:
-    assert describe(slot("flex-0", "train")) == "flex-0 train"
-    assert describe(slot("flex-0", "train", "loading")) == "flex-0 train (loading 2 s)"
+    assert describe_slot(slot("flex-0", "train")) == "flex-0 train"
+    assert describe_slot(slot("flex-0", "train", "loading")) == "flex-0 train (loading 2 s)"
 
 
 def test_programs_are_told_the_same(tmp_path: Path) -> None:
