@@ -19,12 +19,12 @@ from typing import Self
 import blake3
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from common.digests import hash_pieces
 from common.errors import LibraError
 from common.messages.blob import Blob
 from common.stream import CHUNK_BYTES, Chunk, Encoding, Streamer
+from services.trainer.outlet import shard_of
 from services.trainer.rounds import Sum
 
 FETCH_TIMEOUT_S = 30.0
@@ -254,14 +254,8 @@ def add_gradient(
             if not whole.any():  # A parameter that is not used has no gradient, here as there.
                 continue
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad
-        if isinstance(grad, DTensor):
-            rows = grad.to_local()
-            share = -(-place.shape[0] // ranks)
-            first = min(rank * share, place.shape[0])
-            rows += whole[first : first + rows.shape[0]].to(rows.device)
-        else:
-            grad += whole.to(grad.device)
+        shard = shard_of(parameter.grad, rank, ranks)
+        shard.rows.add_(shard.of(whole).to(shard.rows.device))
 
 
 def _mapped(path: str) -> mmap.mmap:

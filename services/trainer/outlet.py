@@ -29,6 +29,12 @@ class Shard:
     first: int = 0
     """Where in the whole tensor they begin."""
 
+    def of(self, whole: Tensor) -> Tensor:
+        """The same rows of another whole tensor."""
+        if whole.shape == self.rows.shape:  # A scalar has no rows.
+            return whole
+        return whole[self.first : self.first + self.rows.shape[0]]
+
 
 @dataclass(frozen=True, slots=True)
 class Outlet:
@@ -64,10 +70,8 @@ class Outlet:
         shards: dict[str, Shard] = {}
         for published, name in self.names.items():
             tensor = state[name].detach()
-            if isinstance(tensor, DTensor):
-                shards[published] = _rows(tensor, rank, ranks)
-            elif not rank:
-                shards[published] = Shard(tensor)
+            if isinstance(tensor, DTensor) or not rank:
+                shards[published] = shard_of(tensor, rank, ranks)
         return shards
 
     def by_own_names(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -81,8 +85,10 @@ def whole(state: Mapping[str, Tensor]) -> dict[str, Shard]:
     return {name: Shard(tensor) for name, tensor in state.items()}
 
 
-def _rows(tensor: DTensor, rank: int, ranks: int) -> Shard:
+def shard_of(tensor: Tensor, rank: int, ranks: int) -> Shard:
     """As `torch.chunk` splits: equal parts, the last ones shorter or empty."""
+    if not isinstance(tensor, DTensor):
+        return Shard(tensor)
     rows = tensor.to_local()
     share = -(-tensor.shape[0] // ranks)
     first = min(rank * share, tensor.shape[0])

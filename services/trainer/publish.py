@@ -126,10 +126,7 @@ class Segment:
     def write(self, shards: Mapping[str, Shard]) -> None:
         """Copy every shard into place."""
         for name, shard in shards.items():
-            view = self.views[name]
-            if view.shape != shard.rows.shape:
-                view = view[shard.first : shard.first + shard.rows.shape[0]]
-            view.copy_(shard.rows)
+            shard.of(self.views[name]).copy_(shard.rows)
 
     def unlink(self) -> None:
         """Remove the name; who has the file mapped keeps it."""
