@@ -23,6 +23,7 @@ from common.tenant import Tenant
 from common.transport.sim import Faults, SimNetwork
 from common.weights import NO_VERSION
 from services.coordinator.service import CoordinatorService
+from tests.support.devices import Devices
 from tests.support.sim import describe, process, seeds, serving, sim_config, until
 
 SLOT = "long-0"
@@ -38,24 +39,6 @@ def config(train_slots: int = 0) -> Config:
         coordinator=CoordinatorConfig(apply_timeout_s=8.0),
         elastic=ElasticConfig(train_slots=train_slots, drain_timeout_s=4.0),
     )
-
-
-class Devices:
-    """Of one slot. Whoever takes them while another has them fails the test."""
-
-    def __init__(self) -> None:
-        self.holder: str | None = None
-        self.history: list[str] = []
-
-    def take(self, role: str) -> None:
-        assert self.holder in (None, role), f"{role} takes what {self.holder} holds"
-        if self.holder != role:
-            self.history.append(role)
-        self.holder = role
-
-    def free(self, role: str) -> None:
-        if self.holder == role:
-            self.holder = None
 
 
 class Body:

@@ -18,28 +18,11 @@ from common.transport.sim import Faults, SimNetwork
 from common.weights import NO_VERSION
 from services.rollout.fake_engine import FakeEngine
 from services.rollout.service import RolloutService
+from tests.support.devices import Devices
 from tests.support.sim import process, seeds, serving, until
 from tests.support.sim_job import PATIENCE_S, TINY, SimJob, script
 
 SLOT = "long-0"
-
-
-class Devices:
-    """Of one slot. Whoever takes them while another has them fails the test."""
-
-    def __init__(self) -> None:
-        self.holder: str | None = None
-        self.history: list[str] = []
-
-    def take(self, tenant: str) -> None:
-        assert self.holder in (None, tenant), f"{tenant} takes what {self.holder} holds"
-        if self.holder is None:
-            self.history.append(tenant)
-        self.holder = tenant
-
-    def free(self, tenant: str) -> None:
-        if self.holder == tenant:
-            self.holder = None
 
 
 class SlotEngine(FakeEngine):
