@@ -18,6 +18,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.canary import canary_tokens
+from services.trainer.model import vocabulary
 
 log = structlog.get_logger()
 
@@ -35,7 +36,7 @@ class Canary:
             ).eval()
         # Those that belong to no state dict, as rotary frequencies, are as meta as the weights.
         self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        self._tokens = torch.tensor(canary_tokens(vocabulary(model)))
+        self.tokens = torch.tensor(canary_tokens(vocabulary(model)))
 
     @torch.no_grad()
     def logprobs(self, state: Mapping[str, Tensor]) -> list[float]:
@@ -45,7 +46,7 @@ class Canary:
             state: weights by the model's own names, on one device; tied ones once.
         """
         device = next(iter(state.values())).device
-        tokens = self._tokens.to(device)
+        tokens = self.tokens.to(device)
         buffers = {name: buffer.to(device) for name, buffer in self._buffers.items()}
         output = functional_call(
             self._skeleton,
@@ -63,8 +64,7 @@ def make_canary(model: PreTrainedModel) -> Canary | None:
     """
     try:
         canary = Canary(model)
-        tokens = canary_tokens(vocabulary(model))
-        given = torch.tensor(tokens, device=model.device)
+        given = canary.tokens.to(model.device)
         with torch.no_grad():
             output = model(input_ids=given[None], use_cache=False)
         expected = chosen_logprobs(output.logits[0], given)
@@ -82,8 +82,3 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
     """Log-probabilities of tokens[1:] under logits of shape (len(tokens), vocabulary)."""
     logprobs = logits[:-1].float().log_softmax(-1)
     return logprobs.gather(-1, tokens[1:, None]).squeeze(-1).tolist()
-
-
-def vocabulary(model: PreTrainedModel) -> int:
-    """Number of token ids."""
-    return model.config.get_text_config().vocab_size

@@ -30,8 +30,6 @@ from services.trainer.rounds import Sum
 FETCH_TIMEOUT_S = 30.0
 """The core has long run the micro-batches itself when a sum takes so long."""
 WIRE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
-WIRE_NAMES = {"float32": "F32", "bfloat16": "BF16"}
-"""By `training.gradient_dtype`."""
 
 
 class GradientUnsound(LibraError):

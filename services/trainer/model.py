@@ -112,7 +112,7 @@ class Policy(nn.Module):
         Not so where the cache is not made of keys and values alone (recurrent layers), or is not
         differentiable. Tried instead of listed: architectures are many.
         """
-        tokens = np.array([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], np.int32) % _vocabulary(self.model)
+        tokens = np.array([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], np.int32) % vocabulary(self.model)
         places, none = np.array([3, 4], np.int32), np.zeros(2)
         pair = [TrainingSequence(row, places, none, none, 0.0, 4) for row in tokens]  # type: ignore[arg-type]
         weight = cast("Tensor", self.model.get_input_embeddings().weight)
@@ -203,7 +203,8 @@ def _head(model: PreTrainedModel) -> nn.Module:
     return cast("nn.Module", model.get_output_embeddings())
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
+def vocabulary(model: PreTrainedModel) -> int:
+    """Number of token ids."""
     return model.config.get_text_config().vocab_size
 
 
@@ -212,7 +213,7 @@ def _head_can_run_alone(model: PreTrainedModel) -> bool:
     """Whether head(body(x)) is the model's logits: not so with logit caps, scales, projections."""
     if _body(model) is model or model.get_output_embeddings() is None:
         return False
-    tokens = torch.arange(4, device=model.device)[None] % _vocabulary(model)
+    tokens = torch.arange(4, device=model.device)[None] % vocabulary(model)
     output = _body(model)(input_ids=tokens, use_cache=False)
     hidden = getattr(output, "last_hidden_state", None)
     if hidden is None:

@@ -28,8 +28,8 @@ from common.segment import MappedSegment
 from common.stream import StreamServer
 from common.weights import NO_VERSION
 from services.trainer.batch import TrainingSequence
-from services.trainer.gradients import WIRE_NAMES, GradientFile, GradientLayout
-from services.trainer.model import Policy, load_policy
+from services.trainer.gradients import GradientFile, GradientLayout
+from services.trainer.model import DTYPES, Policy, load_policy
 from services.trainer.outlet import Outlet
 from services.trainer.packing import Pack
 from services.trainer.pieces import Pieces, Totals
@@ -52,7 +52,7 @@ class Computed:
     """As `pieces.Totals.report`."""
     tokens: int
     buffer: int
-    """Which buffer it lies in, for `keep` or `discard`."""
+    """Which buffer it lies in, for `discard`."""
 
 
 class ReplicaEngine:
@@ -76,7 +76,7 @@ class ReplicaEngine:
         self._pieces = Pieces(policy, config)
         self._layout = GradientLayout.of(policy)
         self._outlet = Outlet.of(policy.model)
-        self._dtype = WIRE_NAMES[config.training.gradient_dtype]
+        self._dtype = SAFETENSORS_NAMES[DTYPES[config.training.gradient_dtype]]
         self._totals = Totals(self._pieces.device)
         self._files: list[GradientFile] = []
         self._offered: dict[int, str] = {}
