@@ -67,6 +67,15 @@ def publish(path: Path, version: int, values: Values) -> Manifest:
     return build_manifest(version, str(path))
 
 
+def publish_step(store: Store, directory: Path, weights: Values) -> tuple[Manifest, Manifest]:
+    """Two versions, one optimizer step apart, both offered."""
+    one = publish(directory / "w0", 1, weights)
+    two = publish(directory / "w1", 2, stepped(weights, 0.01))
+    store.offer(one, None)
+    store.offer(two, one)
+    return one, two
+
+
 def stepped(values: Values, share: float, seed: int = 0) -> Values:
     """After an optimizer step: some elements differ by one unit in the last place."""
     rng, changed = random.Random(seed), array("H", values)
@@ -98,10 +107,7 @@ def test_versions_are_given_in_full_or_as_differences_and_exactly(
     store: Store, tmp_path: Path, weights: Values
 ) -> None:
     server = store.server
-    one = publish(tmp_path / "w0", 1, weights)
-    two = publish(tmp_path / "w1", 2, stepped(weights, 0.01))
-    store.offer(one, None)
-    store.offer(two, one)
+    one, two = publish_step(store, tmp_path, weights)
     old, new = Path(one.segment).read_bytes(), Path(two.segment).read_bytes()
     source = server.offered[two.digest]
     assert whole(source, two) == new
@@ -121,10 +127,7 @@ def test_no_difference_is_made_from_a_segment_that_may_be_overwritten(
     store: Store, tmp_path: Path, weights: Values
 ) -> None:
     server = store.server
-    one = publish(tmp_path / "w0", 1, weights)
-    two = publish(tmp_path / "w1", 2, stepped(weights, 0.01))
-    store.offer(one, None)
-    store.offer(two, one)
+    one, two = publish_step(store, tmp_path, weights)
     source = server.offered[two.digest]
     source.chunk(0, one.digest)
     store.keep([two], None)
@@ -139,10 +142,7 @@ def test_a_base_is_kept_as_long_as_it_is_asked_for(
     store: Store, tmp_path: Path, weights: Values
 ) -> None:
     server = store.server
-    one = publish(tmp_path / "w0", 1, weights)
-    two = publish(tmp_path / "w1", 2, stepped(weights, 0.01))
-    store.offer(one, None)
-    store.offer(two, one)
+    one, two = publish_step(store, tmp_path, weights)
     store.keep([two], one)
     assert list(server.offered) == [two.digest]
     assert Encoding.FULL not in encodings(server.offered[two.digest], one.digest)

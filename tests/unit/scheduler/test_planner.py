@@ -157,13 +157,11 @@ def test_what_a_change_has_brought_is_told_after_a_hold() -> None:
 
 def test_among_equally_fast_splits_the_one_in_force_stays() -> None:
     """The trainer is the slower side and replicas do nothing, so rollout workers are idle."""
-    run = ToyRun(train_work_s=50.0, replica_speed=0.0, split=Split(2, 2))
-    state = begin(run.split, 0, replace(RULES, replica_speed=0.0))
-    for step in range(1, 20):
-        run.step = step
-        state, plan = advance(state, run.measure(), replace(RULES, replica_speed=0.0))
-        assert plan.target == Split(2, 2)
-        assert plan.reason in (Reason.LEARNING, Reason.BEST)
+    rules = replace(RULES, replica_speed=0.0)
+    run = ToyRun(rules=rules, train_work_s=50.0, replica_speed=0.0, split=Split(2, 2))
+    run.run(19)
+    assert not run.changes
+    assert {plan.reason for plan in run.plans} == {Reason.LEARNING, Reason.BEST}
 
 
 def test_no_change_is_worth_it_when_the_run_is_about_to_end() -> None:
@@ -193,28 +191,24 @@ def test_slots_between_two_sides_teach_and_decide_nothing() -> None:
     assert plan.reason is Reason.MOVING
 
 
-def test_an_order_under_way_is_not_given_again_until_it_is_forgotten() -> None:
-    run = ToyRun(train_work_s=20.0)
-    state, orders = begin(run.split, 0, RULES), []
-    for step in range(1, 40):
-        run.step = step
+def orders(steps: int, answer: Callable[[PlannerState, Plan], PlannerState]) -> list[int]:
+    """Steps at which a split is ordered that never comes."""
+    run, ordered = ToyRun(train_work_s=20.0), list[int]()
+    state = begin(run.split, 0, RULES)
+    for run.step in range(1, steps):
         state, plan = advance(state, run.measure(), RULES)
         if plan.reason is Reason.BETTER:
-            orders.append(step)
-            state = order_placed(state, plan)
-    assert orders == [4, 20, 36]
+            ordered.append(run.step)
+            state = answer(state, plan)
+    return ordered
+
+
+def test_an_order_under_way_is_not_given_again_until_it_is_forgotten() -> None:
+    assert orders(40, order_placed) == [4, 20, 36]
 
 
 def test_a_refused_order_is_held_back() -> None:
-    run = ToyRun(train_work_s=20.0)
-    state, orders = begin(run.split, 0, RULES), []
-    for step in range(1, 14):
-        run.step = step
-        state, plan = advance(state, run.measure(), RULES)
-        if plan.reason is Reason.BETTER:
-            orders.append(step)
-            state = put_off(state, step)
-    assert orders == [4, 8, 12]
+    assert orders(14, lambda state, plan: put_off(state, plan.step)) == [4, 8, 12]
 
 
 def test_a_change_by_somebody_else_begins_a_hold() -> None:
