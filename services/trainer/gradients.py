@@ -25,6 +25,7 @@ from common.errors import LibraError
 from common.messages.blob import Blob
 from common.stream import CHUNK_BYTES, Chunk, Encoding, Streamer
 from services.trainer.outlet import shard_of
+from services.trainer.publish import create_mapped
 from services.trainer.rounds import Sum
 
 FETCH_TIMEOUT_S = 30.0
@@ -137,18 +138,8 @@ class GradientFile:
     def _map(self) -> mmap.mmap:
         if self._memory is None:
             self._path.unlink(missing_ok=True)  # Of a process that was killed.
-            self._memory = _create(self._path, self._layout.length(self._dtype))
+            self._memory = create_mapped(self._path, self._layout.length(self._dtype))
         return self._memory
-
-
-def _create(path: Path, length: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        # Taken now: a full memory file system is an error here and a SIGBUS later.
-        os.posix_fallocate(descriptor, 0, length)
-        return mmap.mmap(descriptor, length)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,17 +108,12 @@ class Segment:
     def __init__(self, path: Path, layout: Layout, *, create: bool = True) -> None:
         """Make the file; without `create`, map the one that rank 0 has made."""
         self.path = path
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if create:
-                # Taken now: a full memory file system is an error here and a SIGBUS later.
-                os.posix_fallocate(descriptor, 0, layout.length)
-            memory = mmap.mmap(descriptor, layout.length)
-        finally:
-            os.close(descriptor)
         if create:
+            memory = create_mapped(path, layout.length)
             memory[: len(layout.header)] = layout.header
+        else:
+            with path.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), layout.length)
         self.views: dict[str, Tensor] = {slot.name: _view(memory, slot) for slot in layout.slots}
         """The tensors, whole, in the file."""
 
@@ -131,6 +126,17 @@ class Segment:
     def unlink(self) -> None:
         """Remove the name; who has the file mapped keeps it."""
         self.path.unlink(missing_ok=True)
+
+
+def create_mapped(path: Path, length: int) -> mmap.mmap:
+    """Make a file on a memory file system and map it for writing."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Taken now: a full memory file system is an error here and a SIGBUS later.
+        os.posix_fallocate(descriptor, 0, length)
+        return mmap.mmap(descriptor, length)
+    finally:
+        os.close(descriptor)
 
 
 def _view(memory: mmap.mmap, slot: Slot) -> Tensor:
