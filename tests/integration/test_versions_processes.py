@@ -24,6 +24,7 @@ from common.messages.coordinator import GetFleet, PublishVersion
 from common.service import Runtime, published_coordinator
 from common.transport.zmq import ZmqTransport
 from tests.support.jobs import make_job
+from tests.support.rollouts import publish
 
 BYTES = 24 << 20
 RATE = 12 << 20
@@ -116,16 +117,10 @@ async def trainer(run: Run) -> AsyncGenerator[Membership]:
             task.cancel()
 
 
-async def publish(membership: Membership, version: int, segment: str) -> None:
+async def announce(membership: Membership, version: int, segment: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
-                request = PublishVersion(version=version, segment=segment)
-                await membership.ask_coordinator(request, timeout_s=20)
-            except TransportError:
-                await asyncio.sleep(0.2)
-            else:
-                return
+        request = PublishVersion(version=version, segment=segment)
+        await publish(membership, request, timeout_s=20)
 
 
 async def applied(membership: Membership, version: int, *names: str) -> None:
@@ -154,9 +149,9 @@ async def test_a_worker_on_another_host_streams_each_version_through_kills(run: 
     run.start("long-0", elsewhere=True)
     async with trainer(run) as membership:
         # In full, and then as differences.
-        await publish(membership, 1, run.write(1, first))
+        await announce(membership, 1, run.write(1, first))
         await applied(membership, 1, "short-0", "long-0")
-        await publish(membership, 2, run.write(2, changed(first, 2)))
+        await announce(membership, 2, run.write(2, changed(first, 2)))
         await applied(membership, 2, "short-0", "long-0")
         full, delta = run.events("long-0", "version.mirrored")
         assert full["bytes"] >= BYTES
@@ -164,7 +159,7 @@ async def test_a_worker_on_another_host_streams_each_version_through_kills(run: 
         assert run.events("short-0", "version.mirrored") == []
 
         # The receiver dies in mid-stream: the others go on, the next publish works.
-        await publish(membership, 3, run.write(3, third))
+        await announce(membership, 3, run.write(3, third))
         await asyncio.sleep(0.7)
         run.kill("long-0")
         await applied(membership, 3, "short-0")
@@ -173,8 +168,8 @@ async def test_a_worker_on_another_host_streams_each_version_through_kills(run: 
 
         # The coordinator dies in mid-publish: it is told again, and hears who has what.
         segment = run.write(4, changed(third, 4))
-        await publish(membership, 4, segment)
+        await announce(membership, 4, segment)
         run.kill("coordinator")
         run.start("coordinator")
-        await publish(membership, 4, segment)
+        await announce(membership, 4, segment)
         await applied(membership, 4, "short-0", "long-0")

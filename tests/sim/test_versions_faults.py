@@ -13,19 +13,18 @@ import pytest
 from common.canary import canary_tokens
 from common.clock import run_sim
 from common.config import BucketConfig, Config, SchedulerConfig
-from common.errors import TransportError
 from common.messages.base import Request
 from common.messages.coordinator import Fleet, Manifest, PublishVersion
 from common.messages.scheduler import GroupData, StepFinished
 from common.service import Runtime
 from common.trajectory import unpack_tokens
 from common.transport.sim import Faults, SimNetwork
-from common.weights import lineage_of, step_of, version_id
+from common.weights import lineage_of, step_of
 from services.coordinator.service import CoordinatorService
 from services.rollout.fake_engine import FakeEngine
 from services.rollout.service import RolloutService
 from services.scheduler.service import SchedulerService
-from tests.support.sim import seeds, serving, until
+from tests.support.sim import manifest, seeds, serving, until
 from tests.support.sim_job import PATIENCE_S, TINY, CheckingTrainer, SimJob, script, turns
 
 LOSSY = Faults(loss=0.02, duplicate=0.05, reorder=0.05, delay_s=(0.001, 0.02))
@@ -50,18 +49,9 @@ def canary_of(version: int) -> list[float]:
 class CanaryTrainer(CheckingTrainer):
     """Publishes with the canary of a version."""
 
-    async def _publish(self, step: int) -> None:
-        version = version_id(self.lineage, step)
-        request = PublishVersion(version=version, segment="sim:nothing", canary=canary_of(version))
-        if self.die_before(request):
-            await asyncio.Event().wait()
-        while True:
-            try:
-                await self._membership.ask_coordinator(request, timeout_s=5)
-            except TransportError:
-                await asyncio.sleep(0.2)
-            else:
-                return
+    def _publication(self, version: int) -> PublishVersion:
+        request = super()._publication(version)
+        return request.model_copy(update={"canary": canary_of(version)})
 
 
 class OldWeights(FakeEngine):
@@ -128,15 +118,7 @@ class VersionJob(SimJob):
     def coordinator(self, runtime: Runtime) -> CoordinatorService:
         async def describe(version: int, segment: str) -> Manifest:
             await asyncio.sleep(0.3)  # So long are its bytes hashed.
-            return Manifest(
-                version=version,
-                segment=segment,
-                length=0,
-                chunk_bytes=1,
-                chunks=[],
-                digest=f"digest-{version}",
-                tensors=[],
-            )
+            return manifest(version, segment)
 
         service = CoordinatorService(runtime, describe)
         self.coordinators.append(service)

@@ -11,7 +11,6 @@ import pytest
 import xxhash
 
 from common.clock import run_sim
-from common.errors import TransportError
 from common.membership import Membership
 from common.messages.coordinator import GetSegmentsInUse, Manifest, PublishVersion, TensorSpec
 from common.mirror import Mirror
@@ -23,6 +22,7 @@ from services.rollout.fake_engine import FakeEngine
 from services.rollout.receiving import Copies
 from services.rollout.service import RolloutService
 from tests.support.rollout import TINY
+from tests.support.rollouts import publish
 from tests.support.sim import process, seeds, serving, sim_config, until
 
 CHUNK = 4096
@@ -186,14 +186,8 @@ class World:
 
     async def announce(self, version: int, segment: str) -> None:
         async with asyncio.timeout(60):
-            while True:
-                try:
-                    request = PublishVersion(version=version, segment=segment)
-                    await self.trainer.ask_coordinator(request, timeout_s=10)
-                except TransportError:
-                    await asyncio.sleep(0.2)
-                else:
-                    return
+            request = PublishVersion(version=version, segment=segment)
+            await publish(self.trainer, request, timeout_s=10)
 
     async def applied(self, version: int, *names: str, timeout_s: float = 60.0) -> None:
         """Wait until these workers (all by default) hold exactly these bytes."""

@@ -51,6 +51,17 @@ async def persist(membership: Membership, role: str, request: Request, *, timeou
         await asyncio.sleep(0.2)
 
 
+async def publish(membership: Membership, request: PublishVersion, *, timeout_s: float = 5) -> None:
+    """Tell the coordinator until it has heard; it may be restarted meanwhile."""
+    while True:
+        try:
+            await membership.ask_coordinator(request, timeout_s=timeout_s)
+        except TransportError:
+            await asyncio.sleep(0.2)
+        else:
+            return
+
+
 @dataclass
 class FakeWorker:
     """Makes turns of two tokens in `turn_s` each; knows nothing after its process has gone."""
@@ -181,15 +192,13 @@ class FakeTrainer:
         return await persist(self._membership, "scheduler", request)
 
     async def _publish(self, step: int) -> None:
-        version = version_id(self.lineage, step)
-        request = PublishVersion(version=version, segment="sim:nothing")
-        while True:
-            try:
-                await self._membership.ask_coordinator(request, timeout_s=5)
-            except TransportError:
-                await asyncio.sleep(0.2)
-            else:
-                return
+        request = self._publication(version_id(self.lineage, step))
+        if self.die_before(request):
+            await asyncio.Event().wait()
+        await publish(self._membership, request)
+
+    def _publication(self, version: int) -> PublishVersion:
+        return PublishVersion(version=version, segment="sim:nothing")
 
     async def _train(self) -> None:
         step = self.resume_at
