@@ -38,6 +38,15 @@ class Net:
     server: Callable[[str], Servers]
     streamer: Callable[[int], Streamers]
 
+    @contextlib.asynccontextmanager
+    async def offering(
+        self, source: "Source", rate: int = 0
+    ) -> AsyncGenerator[tuple[StreamServer, Streamer]]:
+        """A server of a blob, and who may fetch it."""
+        async with self.server("a") as server, self.streamer(rate) as streamer:
+            server.offer("digest", source)
+            yield server, streamer
+
 
 def sim() -> Net:
     network = SimStreamNetwork(seed=1)
@@ -137,8 +146,7 @@ def test_what_arrives_is_what_was_offered(net: Net, length: int, chunk_bytes: in
 
     async def scenario() -> None:
         receiver = Receiver(blob_of(content, chunk_bytes))
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", Source(content, chunk_bytes))
+        async with net.offering(Source(content, chunk_bytes)) as (server, streamer):
             fetched = await receiver.fetch(streamer, server.address)
         assert receiver.memory == content
         assert all(receiver.have)
@@ -154,8 +162,7 @@ def test_only_wanted_and_missing_chunks_are_asked_for(net: Net) -> None:
     async def scenario() -> None:
         receiver, source = Receiver(blob_of(content)), Source(content)
         receiver.have[2] = 1
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", source)
+        async with net.offering(source) as (server, streamer):
             await receiver.fetch(streamer, server.address, chunks=[1, 2, 4])
         assert set(source.asked) == {1, 4}
         assert list(receiver.have) == [0, 1, 1, 0, 1, 0]
@@ -172,8 +179,7 @@ def test_a_base_makes_it_cheap(net: Net) -> None:
 
     async def scenario() -> None:
         receiver = Receiver(blob_of(bytes(new)))
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", Source(bytes(new), base=("old", old)))
+        async with net.offering(Source(bytes(new), base=("old", old))) as (server, streamer):
             base = Base("old", memoryview(old))
             fetched = await receiver.fetch(streamer, server.address, base=base)
         assert receiver.memory == new
@@ -189,8 +195,7 @@ def test_a_damaged_base_costs_only_time(net: Net) -> None:
 
     async def scenario() -> None:
         receiver = Receiver(blob_of(new))
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", Source(new, base=("old", old)))
+        async with net.offering(Source(new, base=("old", old))) as (server, streamer):
             base = Base("old", memoryview(old[:-1] + b"\0"))
             fetched = await receiver.fetch(streamer, server.address, base=base)
         assert receiver.memory == new
@@ -204,8 +209,7 @@ def test_a_base_that_the_source_does_not_know_changes_nothing(net: Net) -> None:
 
     async def scenario() -> None:
         receiver = Receiver(blob_of(content, 2 * PIECE_BYTES))
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", Source(content, 2 * PIECE_BYTES))
+        async with net.offering(Source(content, 2 * PIECE_BYTES)) as (server, streamer):
             base = Base("other", memoryview(bytes(len(content))))
             fetched = await receiver.fetch(streamer, server.address, base=base)
         assert receiver.memory == content
@@ -219,8 +223,7 @@ def test_a_wrong_chunk_is_asked_for_again(net: Net) -> None:
 
     async def scenario() -> None:
         receiver = Receiver(blob_of(content))
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", Source(content, flip={1: 2}))
+        async with net.offering(Source(content, flip={1: 2})) as (server, streamer):
             fetched = await receiver.fetch(streamer, server.address)
         assert receiver.memory == content
         assert fetched.wrong == 2
@@ -233,8 +236,7 @@ def test_a_source_that_is_wrong_three_times_is_named(net: Net) -> None:
 
     async def scenario() -> None:
         receiver, source = Receiver(blob_of(content)), Source(content, flip={1: 99})
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", source)
+        async with net.offering(source) as (server, streamer):
             with pytest.raises(ShardCorrupt, match="chunk 1 of digest"):
                 await receiver.fetch(streamer, server.address)
         assert source.asked.count(1) == 3
@@ -278,14 +280,16 @@ def test_a_relay_answers_when_the_chunk_arrives(net: Net) -> None:
 
     async def scenario() -> None:
         receiver, source = Receiver(blob_of(content)), Source(content, missing={2})
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", source)
-            async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
-                fetch = tasks.create_task(receiver.fetch(streamer, server.address))
-                await until(lambda: 2 in source.asked)
-                assert not fetch.done()
-                source.missing.clear()
-                server.arrived("digest", 2)
+        async with (
+            net.offering(source) as (server, streamer),
+            asyncio.timeout(LIMIT_S),
+            asyncio.TaskGroup() as tasks,
+        ):
+            fetch = tasks.create_task(receiver.fetch(streamer, server.address))
+            await until(lambda: 2 in source.asked)
+            assert not fetch.done()
+            source.missing.clear()
+            server.arrived("digest", 2)
         assert receiver.memory == content
 
     net.run(scenario())
@@ -296,8 +300,7 @@ def test_whoever_waits_is_told_when_it_is_withdrawn(net: Net) -> None:
 
     async def scenario() -> None:
         receiver, source = Receiver(blob_of(content)), Source(content, missing={1})
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", source)
+        async with net.offering(source) as (server, streamer):
 
             async def broken() -> None:
                 with pytest.raises(StreamBroken, match="no more"):
@@ -340,8 +343,7 @@ def test_a_source_that_never_answers_is_named_by_the_deadline(net: Net) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         source = Source(noise(CHUNK), missing={0})  # It has none, and never will.
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", source)
+        async with net.offering(source) as (server, streamer):
             with pytest.raises(StreamBroken) as caught:
                 await receiver.fetch(streamer, server.address)
             assert loop.time() - began < 2 * SHORT_S
@@ -357,8 +359,7 @@ def test_the_rate_is_kept(net: Net) -> None:
     async def scenario() -> None:
         receiver = Receiver(blob_of(content))
         loop = asyncio.get_running_loop()
-        async with net.server("a") as server, net.streamer(16 * CHUNK) as streamer:
-            server.offer("digest", Source(content))
+        async with net.offering(Source(content), 16 * CHUNK) as (server, streamer):
             began = loop.time()
             await receiver.fetch(streamer, server.address)
             took = loop.time() - began
@@ -372,8 +373,7 @@ def test_a_fetch_that_is_cancelled_lets_go_of_the_memory(net: Net) -> None:
 
     async def scenario() -> None:
         receiver, source = Receiver(blob_of(content)), Source(content, missing={1})
-        async with net.server("a") as server, net.streamer(0) as streamer:
-            server.offer("digest", source)
+        async with net.offering(source) as (server, streamer):
             async with asyncio.TaskGroup() as tasks:
                 fetch = tasks.create_task(receiver.fetch(streamer, server.address))
                 await until(lambda: 1 in source.asked)

@@ -142,6 +142,13 @@ class Job:
         )
         await until(lambda: slot in self.coordinator.members)
 
+    async def join(self, slot: str, manner: Slow | None = None) -> Slow:
+        """One more replica, which has taken its slot."""
+        manner = manner or Slow()
+        await self.start(slot, manner)
+        assert await self.coordinator.take(slot)
+        return manner
+
     async def run_replica(self, slot: str, manner: Slow, incarnation: int) -> None:
         stem = self.directory / f"g-{slot}-{incarnation}"
         async with (
@@ -247,8 +254,7 @@ def test_replicas_take_their_share_and_change_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
             for slot in ("a", "b"):
-                await made.start(slot)
-                assert await made.coordinator.take(slot)
+                await made.join(slot)
             helped = await train(made, range(1, STEPS))
             assert helped > 12
             assert sum(made.waited_s) < STEPS * PACK_S
@@ -337,9 +343,7 @@ LIES: dict[str, Callable[[Computed], Computed]] = {
 def test_a_replica_that_lies_costs_its_own_work(tmp_path: Path, lie: str) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            manner = Slow(lie=LIES[lie])
-            await made.start("a", manner)
-            assert await made.coordinator.take("a")
+            manner = await made.join("a", Slow(lie=LIES[lie]))
             assert await train(made, range(1, 3)) == 0
             assert manner.finished
 
@@ -354,8 +358,7 @@ def elsewhere(computed: Computed) -> Computed:
 def test_gradients_of_another_host_are_streamed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            await made.start("a", Slow(lie=elsewhere))
-            assert await made.coordinator.take("a")
+            await made.join("a", Slow(lie=elsewhere))
             assert await train(made, range(1, 4)) > 0
 
     run_sim(scenario())
@@ -364,9 +367,7 @@ def test_gradients_of_another_host_are_streamed(tmp_path: Path) -> None:
 def test_a_host_that_streams_nothing_costs_its_own_work(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            manner = Slow(lie=elsewhere)
-            await made.start("a", manner)
-            assert await made.coordinator.take("a")
+            manner = await made.join("a", Slow(lie=elsewhere))
             made.streams.kill("stream://a")
             assert await train(made, range(1, 3)) == 0
             assert manner.finished
@@ -377,9 +378,7 @@ def test_a_host_that_streams_nothing_costs_its_own_work(tmp_path: Path) -> None:
 def test_a_core_waits_no_longer_than_it_would_need_itself(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            manner = Slow()
-            await made.start("a", manner)
-            assert await made.coordinator.take("a")
+            manner = await made.join("a")
             await train(made, range(1, 3))
             manner.pack_s = 1e3
             made.waited_s.clear()
@@ -393,8 +392,7 @@ def test_a_core_waits_no_longer_than_it_would_need_itself(tmp_path: Path) -> Non
 def test_a_replica_that_yields_returns_what_it_has_begun(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            await made.start("a")
-            assert await made.coordinator.take("a")
+            await made.join("a")
 
             async def befall(number: int) -> None:
                 if number == 3:
@@ -412,9 +410,7 @@ def test_a_replica_that_yields_returns_what_it_has_begun(tmp_path: Path) -> None
 def test_a_yield_ends_by_its_deadline_and_the_core_does_the_rest(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            manner = Slow()
-            await made.start("a", manner)
-            assert await made.coordinator.take("a")
+            manner = await made.join("a")
             loop = asyncio.get_running_loop()
 
             async def befall(number: int) -> None:
@@ -433,9 +429,7 @@ def test_a_yield_ends_by_its_deadline_and_the_core_does_the_rest(tmp_path: Path)
 def test_a_gradient_of_an_older_step_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            manner = Slow()
-            await made.start("a", manner)
-            assert await made.coordinator.take("a")
+            manner = await made.join("a")
             await train(made, range(1, 3))
             manner.pack_s = 30.0
             await train(made, range(3, 4))
@@ -448,8 +442,7 @@ def test_a_gradient_of_an_older_step_is_refused(tmp_path: Path) -> None:
 def test_bfloat16_sums_are_near_and_their_rounding_is_given_back(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path, gradient_dtype="bfloat16") as made:
-            await made.start("a")
-            assert await made.coordinator.take("a")
+            await made.join("a")
             manifest = made.publish(1)
             await made.coordinator.order("a", ApplyVersion(manifest=manifest))
             await made.step(1)
@@ -464,8 +457,7 @@ def test_bfloat16_sums_are_near_and_their_rounding_is_given_back(tmp_path: Path)
 def test_an_older_fence_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with job(tmp_path) as made:
-            await made.start("a")
-            assert await made.coordinator.take("a")
+            await made.join("a")
             await train(made, range(1, 2))
             request = ReturnGradient.model_construct(slot="a", fence=-1)
             with pytest.raises(RequestRefused, match="stale_fence"):
