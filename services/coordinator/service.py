@@ -24,8 +24,6 @@ from common.messages.coordinator import (
     Registered,
     SegmentsInUse,
     SetSplit,
-    SplitSet,
-    VersionAccepted,
 )
 from common.service import Runtime, publish_coordinator
 from common.stream import StreamServer
@@ -92,10 +90,10 @@ class CoordinatorService:
         mesh.serve(Register, self._register)
         mesh.serve(Heartbeat, self._heartbeat)
         mesh.serve(Leave, self._leave)
-        mesh.serve(PublishVersion, self._publish)
+        mesh.serve(PublishVersion, self._fanout.publish)
         mesh.serve(GetSegmentsInUse, self._segments_in_use)
         mesh.serve(GetFleet, self._fleet)
-        mesh.serve(SetSplit, self._set_split)
+        mesh.serve(SetSplit, self._slots.set_split)
         publish_coordinator(self._runtime.run_dir, self._mesh.address, self._runtime.run_id)
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch(tasks), name="coordinator.watch")
@@ -181,14 +179,8 @@ class CoordinatorService:
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────
 
-    async def _publish(self, sender: str, request: PublishVersion) -> VersionAccepted:
-        return await self._fanout.publish(sender, request)
-
     def _segments_in_use(self, _sender: str, _request: GetSegmentsInUse) -> SegmentsInUse:
         return SegmentsInUse(segments=self._fanout.segments_in_use())
-
-    def _set_split(self, sender: str, request: SetSplit) -> SplitSet:
-        return self._slots.set_split(sender, request)
 
     # ── status ───────────────────────────────────────────────────────────────────────────────
 

@@ -6,7 +6,7 @@ time, and its chunks are kept in a file on the memory file system for the next r
 """
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -143,17 +143,14 @@ class VersionStore:
             self._withdraw(digest)
         if base is not None:
             wanted.add(base.digest)
-        self._let_go(wanted)
+        for digest in [digest for digest in self._mapped if digest not in wanted]:
+            self._mapped.pop(digest).kept = False
 
     def _withdraw(self, digest: str) -> None:
         source = self._sources.pop(digest, None)
         if source is not None:
             self._server.withdraw(digest)
             source.close()
-
-    def _let_go(self, kept: Collection[str]) -> None:
-        for digest in [digest for digest in self._mapped if digest not in kept]:
-            self._mapped.pop(digest).kept = False
 
     def close(self) -> None:
         """Remove what lies in memory."""

@@ -44,7 +44,6 @@ def open_checked(manifest: Manifest) -> Segment:
 class Copied:
     """A version in memory of its own, right to the last bit."""
 
-    manifest: Manifest
     header: bytes
     tensors: "dict[str, torch.Tensor]"
 
@@ -56,7 +55,7 @@ def copy_checked(manifest: Manifest) -> Copied:
     """
     segment = Segment.open(manifest)
     copies = {name: tensor.clone() for name, tensor in segment.tensors()}
-    copied = Copied(manifest, segment.header(), copies)
+    copied = Copied(segment.header(), copies)
     segment.check()
     return copied
 

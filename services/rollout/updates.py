@@ -6,6 +6,7 @@ swapped in: so no turn mixes versions.
 """
 
 import asyncio
+import contextlib
 import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -120,13 +121,10 @@ class Updates:
                 await self._engine.abort(running.request_id)
             await self._become_idle(ABORT_AGAIN_S)
 
-    async def _become_idle(self, timeout_s: float) -> bool:
-        try:
+    async def _become_idle(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 def _now() -> float:
