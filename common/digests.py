@@ -15,8 +15,13 @@ def digest_of(tensors: Sequence[TensorSpec], chunks: Sequence[int]) -> str:
     return blake3(json.dumps([table, list(chunks)]).encode()).hexdigest()
 
 
+def hash_chunk(content: memoryview | bytes) -> int:
+    """xxh3-64 of one chunk."""
+    return xxhash.xxh3_64_intdigest(content)
+
+
 def hash_pieces(pieces: Iterable[memoryview], chunk_bytes: int) -> list[int]:
-    """xxh3-64 of each chunk of what the pieces would be if they lay one after the other."""
+    """`hash_chunk` of each chunk of what the pieces would be if they lay one after the other."""
     chunks: list[int] = []
     hasher, room = xxhash.xxh3_64(), chunk_bytes
     for piece in pieces:

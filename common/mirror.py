@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import fcntl
 import mmap
+import operator
 import os
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import xxhash
 
 from common.delta import encode
+from common.digests import hash_chunk, hash_pieces
 from common.errors import ShardCorrupt, StreamBroken, VersionGone
 from common.membership import MEMORY, memory_label
 from common.messages.blob import Blob
@@ -143,7 +144,8 @@ class Mirror:
             raise StreamBroken("this host", digest, 0, reason) from error
         have = bytearray(len(local.chunks))
         if resumed:
-            await loop.run_in_executor(None, _find, view, local.blob, have)
+            there = await loop.run_in_executor(None, hash_pieces, [view], local.chunk_bytes)
+            have[:] = map(operator.eq, there, local.chunks)
         found = sum(have)
         newest = self._newest
         base = Base(newest.manifest.digest, newest.view) if newest is not None else None
@@ -230,8 +232,7 @@ def _is_here(blob: Blob) -> bool:
         with path.open("rb") as file:
             for number in sorted(numbers) if count else ():
                 file.seek(number * blob.chunk_bytes)
-                found = xxhash.xxh3_64_intdigest(file.read(blob.chunk_bytes))
-                if found != blob.chunks[number]:
+                if hash_chunk(file.read(blob.chunk_bytes)) != blob.chunks[number]:
                     return False
     except OSError:
         return False
@@ -257,13 +258,6 @@ def _open_copy(local: Manifest) -> _Copy:
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     view = memoryview(mmap.mmap(descriptor, local.length, access=mmap.ACCESS_READ))
     return _Copy(local, view, bytearray(b"\1" * len(local.chunks)), descriptor=descriptor)
-
-
-def _find(view: memoryview, blob: Blob, have: bytearray) -> None:
-    """Mark what is right already. Runs at memory speed."""
-    for number, digest in enumerate(blob.chunks):
-        chunk = view[number * blob.chunk_bytes : (number + 1) * blob.chunk_bytes]
-        have[number] = xxhash.xxh3_64_intdigest(chunk) == digest
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from common.digests import digest_of, hash_pieces
+from common.digests import digest_of, hash_chunk
 from common.errors import ShardCorrupt, VersionGone
 from common.messages.coordinator import Manifest, TensorSpec
 
@@ -59,7 +59,7 @@ class MappedSegment:
         if len(expected) != -(-self.manifest.length // self.manifest.chunk_bytes):
             raise ShardCorrupt(self.manifest.version, "number of chunks")
         for number, digest in enumerate(expected):
-            if hash_pieces([self.chunk(number)], self.manifest.chunk_bytes) != [digest]:
+            if hash_chunk(self.chunk(number)) != digest:
                 raise ShardCorrupt(self.manifest.version, f"chunk {number}")
         return digest_of(self.manifest.tensors, expected)
 

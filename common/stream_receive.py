@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import xxhash
-
 from common.delta import DeltaUnreadable, decode_into
+from common.digests import hash_chunk
 from common.errors import ShardCorrupt, StreamBroken
 from common.messages.blob import Blob
 from common.stream import PIECE_BYTES, PIECES_OUTSTANDING, Base, Chunk, Encoding, Fetched
@@ -289,8 +288,7 @@ class Transfer:
         return True
 
     def _right(self, number: int) -> bool:
-        view = self._view(self.into, number)
-        return xxhash.xxh3_64_intdigest(view) == self.blob.chunks[number]
+        return hash_chunk(self._view(self.into, number)) == self.blob.chunks[number]
 
     def _view(self, whole: memoryview, number: int) -> memoryview:
         size = self.blob.chunk_bytes

@@ -1,4 +1,4 @@
-"""The processes of `libra bench weights`: `python -m services.cli.bench_weights_peers ROLE DIR`.
+"""The processes of `libra bench weights`: `… -m services.cli.bench_weights_peers ROLE DIR HOST`.
 
 A source has one file on the memory file system and serves it over raw sockets and as a stream. A
 receiver takes it in as it is told, one order a line on standard input, and answers with the seconds
@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import json
 import mmap
-import os
-import resource
 import socket
 import sys
 import threading
@@ -18,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from common.digests import hash_pieces
 from common.messages.blob import Blob
 from common.messages.coordinator import Manifest
 from common.mirror import Mirror
@@ -117,7 +114,7 @@ class Receiver:
                 assert count, "the source ended"
                 at += count
         if checked:
-            _check(blob, view)
+            assert hash_pieces([view], blob.chunk_bytes) == blob.chunks
 
     async def _stream(self, blob: Blob, address: str) -> None:
         have = bytearray(len(blob.chunks))
@@ -155,17 +152,10 @@ def _map(manifest: Manifest) -> None:
     Segment.open(manifest).check()
 
 
-def _check(blob: Blob, view: memoryview) -> None:
-    for number, expected in enumerate(blob.chunks):
-        chunk = view[number * blob.chunk_bytes : (number + 1) * blob.chunk_bytes]
-        assert xxhash.xxh3_64_intdigest(chunk) == expected, number
-
-
 def _took(began: float, cpu: float) -> dict[str, Any]:
     return {
         "wall_s": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu,
-        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
@@ -218,7 +208,6 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from common.logs import configure_logs
 
     configure_logs("bench", "weights")

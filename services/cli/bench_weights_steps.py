@@ -10,7 +10,6 @@ would. One JSON object on standard output.
 # pyright: reportUnknownArgumentType=false
 
 import json
-import sys
 import time
 from typing import Any
 
@@ -50,7 +49,7 @@ def train(model: LlamaForCausalLM, rate: float) -> dict[str, tuple[bytes, bytes]
 
 def measure(old: bytes, new: bytes, itemsize: int) -> dict[str, Any]:
     """Encode and decode as a run would."""
-    packed, exact, began = 0, True, time.process_time()
+    packed, exact = 0, True
     encode_s = decode_s = 0.0
     for start in range(0, len(new), CHUNK_BYTES):
         base, target = old[start : start + CHUNK_BYTES], new[start : start + CHUNK_BYTES]
@@ -97,4 +96,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
