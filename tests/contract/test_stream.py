@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import structlog
 import uvloop
-import xxhash
 import zmq
 
 from common.clock import run_sim
 from common.delta import encode
+from common.digests import hash_pieces
 from common.errors import ShardCorrupt, StreamBroken
 from common.messages.blob import Blob
 from common.stream import PIECE_BYTES, Base, Chunk, Encoding, Fetched, Streamer, StreamServer
@@ -100,10 +100,7 @@ async def until(reached: Callable[[], bool]) -> None:
 
 
 def blob_of(content: bytes, chunk_bytes: int = CHUNK, digest: str = "digest") -> Blob:
-    chunks = [
-        xxhash.xxh3_64_intdigest(content[start : start + chunk_bytes])
-        for start in range(0, len(content), chunk_bytes)
-    ]
+    chunks = hash_pieces([memoryview(content)], chunk_bytes)
     return Blob(
         path="/none", length=len(content), chunk_bytes=chunk_bytes, chunks=chunks, digest=digest
     )

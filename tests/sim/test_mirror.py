@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-import xxhash
 
 from common.clock import run_sim
 from common.errors import ShardCorrupt, StreamBroken, VersionGone, WeightError
-from common.messages.coordinator import Manifest, TensorSpec
+from common.messages.coordinator import Manifest
 from common.mirror import Mirror
 from common.stream import Chunk, Encoding
 from common.transport.sim_stream import SimStreamNetwork, SimStreamServer, StreamFaults
+from tests.support.segments import CHUNK, manifest_of
 from tests.support.sim import seeds
 
-CHUNK = 4096
 TIMEOUT_S = 60.0
 
 
@@ -48,23 +47,6 @@ def step_after(content: bytes, seed: int) -> bytes:
     for _ in range(len(content) // 500):
         changed[2 * dice.randrange(len(content) // 2)] ^= 1
     return bytes(changed)
-
-
-def manifest_of(version: int, content: bytes, segment: str = "/nowhere/w0") -> Manifest:
-    chunks = [
-        xxhash.xxh3_64_intdigest(content[start : start + CHUNK])
-        for start in range(0, len(content), CHUNK)
-    ]
-    spec = TensorSpec(name="w", dtype="BF16", shape=[1], offset=0, length=len(content))
-    return Manifest(
-        version=version,
-        segment=segment,
-        length=len(content),
-        chunk_bytes=CHUNK,
-        chunks=chunks,
-        digest=f"{version:016x}{xxhash.xxh3_64_hexdigest(content)}",
-        tensors=[spec],
-    )
 
 
 class World:

@@ -12,7 +12,7 @@ import xxhash
 
 from common.clock import run_sim
 from common.membership import Membership
-from common.messages.coordinator import GetSegmentsInUse, Manifest, PublishVersion, TensorSpec
+from common.messages.coordinator import GetSegmentsInUse, Manifest, PublishVersion
 from common.mirror import Mirror
 from common.service import Runtime
 from common.transport.sim import SimNetwork
@@ -23,9 +23,9 @@ from services.rollout.receiving import Copies
 from services.rollout.service import RolloutService
 from tests.support.rollout import TINY
 from tests.support.rollouts import publish
+from tests.support.segments import CHUNK, manifest_of
 from tests.support.sim import process, seeds, serving, sim_config, until
 
-CHUNK = 4096
 CHUNKS = 40
 HERE = "trainer-host"
 SEEDS = seeds(20)
@@ -35,24 +35,6 @@ CONFIG = sim_config(
     buckets=[{"name": "short", "workers": len(WORKERS)}],
     coordinator={"apply_timeout_s": 30.0},
 )
-
-
-def describe_bytes(version: int, segment: str) -> Manifest:
-    """A manifest of small chunks."""
-    content = Path(segment).read_bytes()
-    chunks = [
-        xxhash.xxh3_64_intdigest(content[start : start + CHUNK])
-        for start in range(0, len(content), CHUNK)
-    ]
-    return Manifest(
-        version=version,
-        segment=segment,
-        length=len(content),
-        chunk_bytes=CHUNK,
-        chunks=chunks,
-        digest=xxhash.xxh3_128_hexdigest(content),
-        tensors=[TensorSpec(name="w", dtype="BF16", shape=[1], offset=0, length=len(content))],
-    )
 
 
 class Elsewhere:
@@ -135,7 +117,7 @@ class World:
 
     def coordinator(self, runtime: Runtime) -> CoordinatorService:
         async def describe(version: int, segment: str) -> Manifest:
-            return describe_bytes(version, segment)
+            return manifest_of(version, Path(segment).read_bytes(), segment)  # noqa: ASYNC240
 
         return CoordinatorService(
             runtime, describe, self.stream_of, memory=HERE, directory=self.directory / HERE
