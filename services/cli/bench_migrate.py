@@ -38,6 +38,7 @@ from services.cli.bench_migrate_stage import (
     SWITCHING,
     Stage,
     make_config,
+    on_cores,
 )
 from services.cli.bench_onpolicy import memory_folder
 
@@ -64,14 +65,12 @@ def bench_migrate(*, rounds: int, block_steps: int, switch_every: int) -> BenchR
         folder = Path(name)
         config = make_config(folder, cores)
         stage = Stage(config, folder, cores)
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, set(cores[1:]))
-        try:
-            stage.start()
-            outcome = asyncio.run(perform(config, stage, program))
-        finally:
-            os.sched_setaffinity(0, before)
-            stage.stop()
+        with on_cores(*cores[1:]):
+            try:
+                stage.start()
+                outcome = asyncio.run(perform(config, stage, program))
+            finally:
+                stage.stop()
         outcome.received = stage.received
     return report(outcome, len(cores))
 

@@ -18,17 +18,15 @@ import uvloop
 from common.config import Config
 from common.config_load import load_config
 from common.errors import WeightError
-from common.identity import new_identity
 from common.logs import configure_logs
 from common.membership import Membership
 from common.mesh import Mesh
 from common.messages.coordinator import Manifest
 from common.messages.rollout import ApplyVersion, FetchVersion, VersionApplied, VersionFetched
-from common.service import Runtime, bind_address, die_with_parent, published_coordinator
+from common.service import die_with_parent
 from common.stream import Streamer
 from common.transport.stream import ZmqStreamer
-from common.transport.zmq import ZmqTransport
-from services.cli.bench_migrate_stage import RECEIVED, RUN
+from services.cli.bench_migrate_stage import RECEIVED, join
 
 FETCH_S = 20.0
 RETRY_S = 0.01
@@ -105,21 +103,11 @@ class Receiver:
 
 async def receive(config: Config, run_dir: Path, received: Received) -> None:
     """Be a worker until cancelled."""
-
-    def address() -> str:
-        return published_coordinator(run_dir, RUN) or config.coordinator.address
-
-    identity = str(new_identity(RUN, "rollout", "receiver"))
-    async with (
-        Mesh(ZmqTransport(identity, bind_address(address(), local=True))) as mesh,
-        asyncio.TaskGroup() as tasks,
-    ):
-        runtime = Runtime(config, RUN, run_dir, "rollout", "receiver", mesh, address)
-        membership = Membership(runtime, {"bucket": "none", "memory": "another host's"})
+    labels = {"bucket": "none", "memory": "another host's"}
+    async with join(config, run_dir, "rollout", "receiver", labels) as (mesh, membership):
         receiver = Receiver(ZmqStreamer(), membership, received)
         receiver.serve_on(mesh)
-        tasks.create_task(membership.run(), name="membership")
-        tasks.create_task(receiver.run(), name="receive")
+        await receiver.run()
 
 
 async def main(run_dir: Path, parent: int) -> None:

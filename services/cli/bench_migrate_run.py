@@ -9,12 +9,11 @@ counted.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.config import Config
 from common.errors import LibraError, RequestRefused, RunFailed, TransportError
-from common.identity import new_identity
 from common.membership import Membership
 from common.mesh import Mesh
 from common.messages.coordinator import Fleet, GetFleet, SetSplit, SlotStatus
@@ -29,8 +28,7 @@ from common.messages.scheduler import (
     TakeBatch,
     WorkerReported,
 )
-from common.service import Runtime, bind_address, published_coordinator
-from common.transport.zmq import ZmqTransport
+from common.service import published_coordinator
 from services.cli.bench_migrate_stage import (
     CONDITIONS,
     NEIGHBOURS,
@@ -39,6 +37,7 @@ from services.cli.bench_migrate_stage import (
     STREAMING,
     SWITCHING,
     Stage,
+    join,
     prepared_batch,
 )
 from services.trainer.batch import batch_sequences
@@ -231,9 +230,9 @@ async def perform(config: Config, stage: Stage, program: Program) -> Outcome:
         raise RunFailed(f"the coordinator did not listen within {START_S:g} s") from error
     failure: LibraError | None = None
     outcome = Outcome()
-    async with _member(config, stage) as (runtime, membership):
+    async with join(config, stage.run_dir, "scheduler", "scheduler") as (mesh, membership):
         conductor = Conductor(config, stage, membership, program)
-        conductor.serve_on(runtime.mesh)
+        conductor.serve_on(mesh)
         try:
             await membership.joined(timeout_s=START_S)
             outcome = await conductor.run()
@@ -242,18 +241,3 @@ async def perform(config: Config, stage: Stage, program: Program) -> Outcome:
     if failure is not None:
         raise failure
     return outcome
-
-
-@contextlib.asynccontextmanager
-async def _member(config: Config, stage: Stage) -> AsyncGenerator[tuple[Runtime, Membership]]:
-    def address() -> str:
-        return published_coordinator(stage.run_dir, RUN) or config.coordinator.address
-
-    identity = str(new_identity(RUN, "scheduler", "scheduler"))
-    async with Mesh(ZmqTransport(identity, bind_address(address(), local=True))) as mesh:
-        runtime = Runtime(config, RUN, stage.run_dir, "scheduler", "scheduler", mesh, address)
-        membership = Membership(runtime)
-        async with asyncio.TaskGroup() as tasks:
-            member = tasks.create_task(membership.run(), name="membership")
-            yield runtime, membership
-            member.cancel()

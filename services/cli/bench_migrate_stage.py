@@ -1,21 +1,27 @@
 """The processes of the run that `bench_migrate` measures, and what they train."""
 
+import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from common.config import Config
 from common.errors import RunFailed
+from common.identity import new_identity
 from common.logs import last_lines
+from common.membership import Membership
+from common.mesh import Mesh
 from common.messages.scheduler import GroupData, TrajectoryData, TurnData
+from common.service import Runtime, bind_address, published_coordinator
 from common.toml_write import to_toml
 from common.trajectory import StopReason, pack_logprobs, pack_tokens
+from common.transport.zmq import ZmqTransport
 from services.cli.bench_onpolicy import CONTEXT_TOKENS, random_model
 from services.cli.plan import ProcessSpec, common_environment, processes
 
@@ -100,11 +106,29 @@ def prepared_batch() -> dict[str, GroupData]:
     return groups
 
 
+@contextlib.asynccontextmanager
+async def join(
+    config: Config, run_dir: Path, role: str, name: str, labels: dict[str, str] | None = None
+) -> AsyncGenerator[tuple[Mesh, Membership]]:
+    """Be a member of the run within the block."""
+
+    def address() -> str:
+        return published_coordinator(run_dir, RUN) or config.coordinator.address
+
+    identity = str(new_identity(RUN, role, name))
+    async with Mesh(ZmqTransport(identity, bind_address(address(), local=True))) as mesh:
+        membership = Membership(Runtime(config, RUN, run_dir, role, name, mesh, address), labels)
+        async with asyncio.TaskGroup() as tasks:
+            member = tasks.create_task(membership.run(), name="membership")
+            yield mesh, membership
+            member.cancel()
+
+
 @contextlib.contextmanager
-def on_core(core: int) -> Generator[None]:
-    """Children of the block run on one core, all their threads included."""
+def on_cores(*cores: int) -> Generator[None]:
+    """The block and its children run on these cores, all threads of the children included."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
@@ -116,25 +140,21 @@ class Stage:
 
     def __init__(self, config: Config, folder: Path, cores: Sequence[int]) -> None:
         self._config = config
-        self._run_dir = folder / RUN
-        self._run_dir.mkdir()
-        (self._run_dir / "config.toml").write_text(to_toml(config))
+        self.run_dir = folder / RUN
+        """Where the configuration lies."""
+        self.run_dir.mkdir()
+        (self.run_dir / "config.toml").write_text(to_toml(config))
         self._cores = cores
         self._running: dict[str, subprocess.Popen[str]] = {}
-
-    @property
-    def run_dir(self) -> Path:
-        """Where the configuration lies."""
-        return self._run_dir
 
     def start(self) -> None:
         """Start all but the scheduler and the tool servers."""
         for spec in processes(self._config):
             if spec.role not in ("scheduler", "tools"):
                 core = self._cores[0] if spec.role == "trainer" else self._cores[-1]
-                with on_core(core):
+                with on_cores(core):
                     self._running[spec.label] = self._spawn(spec)
-        with on_core(self._cores[-1]):
+        with on_cores(self._cores[-1]):
             for neighbour in NEIGHBOURS:
                 self._running[neighbour] = self._spawn_neighbour(neighbour)
 
@@ -168,27 +188,27 @@ class Stage:
     @property
     def received(self) -> dict[str, float]:
         """What the receiver took in, after `stop`; empty when there was nothing to take."""
-        path = self._run_dir / RECEIVED
+        path = self.run_dir / RECEIVED
         return json.loads(path.read_text()) if path.exists() else {}
 
     def _spawn(self, spec: ProcessSpec) -> "subprocess.Popen[str]":
         command = [
             *(sys.executable, "-m", spec.module),
-            *("--config", str(self._run_dir / "config.toml")),
-            *("--name", spec.name, "--run-dir", str(self._run_dir), "--run-id", RUN),
+            *("--config", str(self.run_dir / "config.toml")),
+            *("--name", spec.name, "--run-dir", str(self.run_dir), "--run-id", RUN),
             *("--parent", str(os.getpid())),
         ]
         return self._popen(command, spec.label, dict(spec.environment))
 
     def _spawn_neighbour(self, name: str) -> "subprocess.Popen[str]":
         module = f"services.cli.bench_migrate_{name}"
-        command = [sys.executable, "-m", module, str(self._run_dir), str(os.getpid())]
+        command = [sys.executable, "-m", module, str(self.run_dir), str(os.getpid())]
         return self._popen(command, name, {"OMP_NUM_THREADS": "1"})
 
     def _popen(
         self, command: list[str], name: str, environment: dict[str, str]
     ) -> "subprocess.Popen[str]":
-        inherited = common_environment(os.environ, self._run_dir)
+        inherited = common_environment(os.environ, self.run_dir)
         with self._log(name).open("ab") as output:
             return subprocess.Popen(  # noqa: S603  (our own modules)
                 command,
@@ -200,7 +220,7 @@ class Stage:
             )
 
     def _log(self, name: str) -> Path:
-        return self._run_dir / f"{name}.log"
+        return self.run_dir / f"{name}.log"
 
     def _tail(self, name: str) -> str:
         return "\n".join(last_lines(self._log(name), LOG_LINES))
