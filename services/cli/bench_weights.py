@@ -99,7 +99,7 @@ def _bench_local(directory: Path, figures: dict[str, Any]) -> list[Check]:
     ratios: list[float] = []
     with ExitStack() as stack:
         source = stack.enter_context(_peer("source", directory / "source"))
-        addresses = source.ask({"do": "blob", "blob": manifest.blob.model_dump()})
+        addresses = _offer(source, manifest, None)
         receivers = [
             stack.enter_context(_peer("receive", directory / f"r{number}"))
             for number in range(max(RECEIVERS))
@@ -211,11 +211,11 @@ def _measure_links(directory: Path, found: Sequence[Host], figures: dict[str, An
     old, new = _segment(directory / "w1", LINK_BYTES), directory / "w2"
     _step_after(old, new)
     # A path that no receiver can open: they are on other hosts.
-    first, second = (_elsewhere(build_manifest(n, str(p))) for n, p in ((1, old), (2, new)))
+    held = [build_manifest(number, str(path)) for number, path in ((1, old), (2, new))]
+    first, second = map(_elsewhere, held)
     with ExitStack() as stack:
         source = stack.enter_context(_peer("source", directory / "links", found[0]))
-        blob = first.blob.model_copy(update={"path": str(old)})
-        addresses = source.ask({"do": "blob", "blob": blob.model_dump()})
+        addresses = _offer(source, held[0], None)
         receivers = [
             stack.enter_context(_peer("receive", directory / f"h{number}", host))
             for number, host in enumerate(found[1:])
@@ -224,10 +224,9 @@ def _measure_links(directory: Path, found: Sequence[Host], figures: dict[str, An
         raw = _measure("raw", first, addresses, source, receivers[:1])
         one = _measure("stream", first, addresses, source, receivers[:1])
         star = _measure("stream", first, addresses, source, receivers)
-        origin = _offer(source, first, old, None)
-        chain = _chain(first, origin, receivers, relays)
-        origin = _offer(source, second, new, first.model_copy(update={"segment": str(old)}))
-        delta = _chain(second, origin, receivers, relays)
+        chain = _chain(first, addresses["stream"], receivers, relays)
+        _offer(source, held[1], held[0])
+        delta = _chain(second, addresses["stream"], receivers, relays)
     link_s = one.wall_s
     figures["links"] = {
         "bytes": LINK_BYTES,
@@ -247,14 +246,14 @@ def _measure_links(directory: Path, found: Sequence[Host], figures: dict[str, An
     ]
 
 
-def _offer(source: Peer, manifest: Manifest, path: Path, base: Manifest | None) -> str:
-    local = manifest.model_copy(update={"segment": str(path)})
+def _offer(source: Peer, manifest: Manifest, base: Manifest | None) -> dict[str, str]:
+    """Have it served, raw and as a stream; says where."""
     order = {
         "do": "version",
-        "manifest": local.model_dump(),
+        "manifest": manifest.model_dump(),
         "base": base.model_dump() if base else None,
     }
-    return source.ask(order)["stream"]
+    return source.ask(order)
 
 
 def _chain(

@@ -20,28 +20,12 @@ from common.digests import hash_pieces
 from common.messages.blob import Blob
 from common.messages.coordinator import Manifest
 from common.mirror import Mirror
-from common.stream import Chunk, Encoding, StreamServer
 from common.transport.stream import ZmqStreamer, ZmqStreamServer
 from services.coordinator.store import VersionStore
 from services.rollout.segment import Segment
 
 TIMEOUT_S = 120.0
 RAW_READ_BYTES = 1 << 20
-
-
-class FileSource:
-    """A `ChunkSource` of one file."""
-
-    def __init__(self, blob: Blob) -> None:
-        self._blob = blob
-        with Path(blob.path).open("rb") as file:
-            self._view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-    def chunk(self, number: int, base: str) -> Chunk | None:
-        """In full: the receivers have nothing."""
-        del base
-        size = self._blob.chunk_bytes
-        return Chunk(Encoding.FULL, self._view[number * size : (number + 1) * size])
 
 
 def serve_raw(path: str, host: str) -> str:
@@ -165,22 +149,16 @@ async def source(directory: Path, host: str) -> None:
     async with ZmqStreamServer(f"tcp://{host}:0") as server:
         store = VersionStore(server, directory, "bench")
         while order := json.loads(await lines.readline() or "null"):
-            _say(_serve(order, server, store, host))
+            _say(_serve(order, store, host))
         store.close()
 
 
-def _serve(
-    order: dict[str, Any], server: StreamServer, store: VersionStore, host: str
-) -> dict[str, Any]:
+def _serve(order: dict[str, Any], store: VersionStore, host: str) -> dict[str, Any]:
     match order["do"]:
-        case "blob":
-            blob = Blob.model_validate(order["blob"])
-            server.offer(blob.digest, FileSource(blob))
-            return {"raw": serve_raw(blob.path, host), "stream": server.address}
         case "version":
-            base = Manifest.model_validate(order["base"]) if order["base"] else None
-            store.offer(Manifest.model_validate(order["manifest"]), base)
-            return {"stream": server.address}
+            manifest = Manifest.model_validate(order["manifest"])
+            store.offer(manifest, Manifest.model_validate(order["base"]) if order["base"] else None)
+            return {"raw": serve_raw(manifest.segment, host), "stream": store.address}
         case _:  # "cpu"
             return {"cpu_s": time.process_time()}
 
