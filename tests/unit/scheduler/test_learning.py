@@ -2,7 +2,8 @@
 
 import os
 import resource
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgpack
@@ -228,29 +229,29 @@ def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path: Path) -> None:
     assert len(policy.dump()) > len(fresh().dump())
 
 
+@contextmanager
+def files_of(bytes_max: int) -> Generator[None]:
+    """No file may grow larger, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_max, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_record_that_fits_in_part_is_said_and_nothing_is_written_behind_it(
     tmp_path: Path,
 ) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     policy = fresh()
-    with capture_logs() as logged:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (550, limits[1]))
-        try:
-            with Memory(tmp_path) as memory:
-                teach(Remembering(policy, memory), 10)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with capture_logs() as logged, files_of(550), Memory(tmp_path) as memory:
+        teach(Remembering(policy, memory), 10)
     assert [line["event"] for line in logged] == ["learning.unsaved"]
 
 
 def test_a_draft_that_does_not_fit_leaves_the_space_to_the_ledger(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (550, limits[1]))
-    try:
-        with Memory(tmp_path) as memory:
-            memory.copy(b"x" * 10_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_of(550), Memory(tmp_path) as memory:
+        memory.copy(b"x" * 10_000)
     assert list(tmp_path.iterdir()) == []
 
 
