@@ -162,7 +162,7 @@ class Mirror:
                     sources,
                     base=base,
                     timeout_s=max(deadline - loop.time(), LOCK_RETRY_S),
-                    on_chunk=lambda number: self._server.arrived(digest, number),
+                    on_chunk=lambda _: self._server.arrived(),
                 )
             except ShardCorrupt as error:
                 raise ShardCorrupt(local.version, error.where) from error

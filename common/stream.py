@@ -63,7 +63,7 @@ class StreamServer(Protocol):
         """Serve it no more; who waits for it is told. Unknown ones are fine."""
         ...
 
-    def arrived(self, digest: str, number: int) -> None:
+    def arrived(self) -> None:
         """A chunk that may be waited for is here now."""
         ...
 

@@ -149,9 +149,8 @@ class SimStreamServer:
         """See `StreamServer.withdraw`."""
         self.desk.withdraw(digest)
 
-    def arrived(self, digest: str, number: int) -> None:
+    def arrived(self) -> None:
         """See `StreamServer.arrived`."""
-        del digest, number
         self._look()
 
     def serve(self, receiver: str, digest: str, ask: Ask) -> None:

@@ -111,9 +111,8 @@ class ZmqStreamServer:
         """See `StreamServer.withdraw`."""
         self._order(lambda desk: desk.withdraw(digest))
 
-    def arrived(self, digest: str, number: int) -> None:
+    def arrived(self) -> None:
         """See `StreamServer.arrived`."""
-        del digest, number
         self._wake()
 
     def _order(self, order: Callable[[Desk], None]) -> None:

@@ -35,7 +35,7 @@ class Server:
     def withdraw(self, digest: str) -> None:
         del self.offered[digest]
 
-    def arrived(self, digest: str, number: int) -> None:
+    def arrived(self) -> None:
         raise AssertionError("the coordinator has every chunk from the start")
 
 
