@@ -30,7 +30,7 @@ from common.messages.rollout import (
     TrajectoryAssigned,
     VersionApplied,
 )
-from common.messages.scheduler import FetchGroup, GetRunStatus, StepFinished
+from common.messages.scheduler import GetRunStatus
 from common.service import Runtime
 from common.tenant import Tenant
 from common.transport.sim import Faults, SimNetwork
@@ -190,35 +190,24 @@ class PacedTrainer(FakeTrainer):
         self.step_s_of: list[float] = []
 
     async def _step(self, step: int, group_ids: list[str]) -> None:
+        self._offered_s = asyncio.get_running_loop().time()
+        await super()._step(step, group_ids)
+
+    async def _compute(self) -> dict[str, float]:
         loop = asyncio.get_running_loop()
-        offered_s = loop.time()
-        began_s = getattr(self, "_began_s", offered_s)
-        groups = [await self._ask(FetchGroup(group_id=group_id)) for group_id in group_ids]
+        began_s = getattr(self, "_began_s", self._offered_s)
         speed = REPLICA_SPEED * self._pace.replicas
         train_s = self._pace.train_work_s / (1 + speed)
         await asyncio.sleep(train_s)
         self._began_s = loop.time()
         self.step_s_of.append(self._began_s - began_s)
-        recorded = await self._ask(
-            StepFinished(
-                lineage=self.lineage,
-                step=step,
-                attempt=0,
-                skipped="",
-                group_ids=group_ids,
-                metrics={
-                    "time/train": train_s,
-                    "time/wait_batch": offered_s - began_s,
-                    "time/step": self._began_s - began_s,
-                    "replicas/micro_batches": 100 * speed / (1 + speed),
-                    "replicas/own_micro_batches": 100 / (1 + speed),
-                },
-            )
-        )
-        self.trained[step] = groups
-        await self._publish(step)
-        if recorded.stop:
-            self.reason = recorded.reason
+        return {
+            "time/train": train_s,
+            "time/wait_batch": self._offered_s - began_s,
+            "time/step": self._began_s - began_s,
+            "replicas/micro_batches": 100 * speed / (1 + speed),
+            "replicas/own_micro_batches": 100 / (1 + speed),
+        }
 
 
 def job(directory: Path, max_steps: int, **elastic: object) -> Config:

@@ -216,7 +216,7 @@ class FakeTrainer:
 
     async def _step(self, step: int, group_ids: list[str]) -> None:
         groups = [await self._ask(FetchGroup(group_id=group_id)) for group_id in group_ids]
-        await asyncio.sleep(self.step_s)
+        metrics = await self._compute()
         recorded = await self._ask(
             StepFinished(
                 lineage=self.lineage,
@@ -224,10 +224,15 @@ class FakeTrainer:
                 attempt=0,
                 skipped="",
                 group_ids=group_ids,
-                metrics={"time/step": self.step_s},
+                metrics=metrics,
             )
         )
         self.trained[step] = groups
         await self._publish(step)
         if recorded.stop:
             self.reason = recorded.reason
+
+    async def _compute(self) -> dict[str, float]:
+        """The work of a step, and its figures."""
+        await asyncio.sleep(self.step_s)
+        return {"time/step": self.step_s}
