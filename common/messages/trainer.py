@@ -96,5 +96,4 @@ class ReturnGradient(Request[GradientTaken]):
     tokens: int
     """Action tokens in it."""
     sums: list[float]
-    """What the step's metrics are made of, in the order of `services.trainer.step`."""
-    busy_s: float
+    """What the step's metrics are made of, in the order of `services.trainer.pieces.REPORTED`."""

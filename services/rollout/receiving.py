@@ -1,13 +1,14 @@
 """Versions as they arrive at a worker: brought to its host, swapped in, and proved."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import structlog
 
 from common.canary import canary_tokens
-from common.errors import Refusal, RequestRefused, VersionGone, WeightError
+from common.copies import Bringing, Copies, refused
+from common.errors import Refusal, RequestRefused, WeightError
 from common.membership import Membership
 from common.messages.base import Message
 from common.messages.coordinator import Manifest
@@ -20,51 +21,10 @@ log = structlog.get_logger()
 
 R = TypeVar("R", bound=Message)
 
-FETCH_SHARE = 0.8
-"""Of the coordinator's limit: whoever cannot fetch says so, by name, before it is given up."""
-BRING_SHARE = 0.4
-"""The same for a worker that is told to apply what it has not fetched."""
 WAIT_SHARE = 0.25
-"""Of the same limit: so long may turns take to end before a swap."""
+"""Of the coordinator's limit: so long may turns take to end before a swap."""
 CANARY_SHARE = 0.15
 """Of the same limit: a score waits behind what the engine samples."""
-
-
-class Copies(Protocol):
-    """Versions on this host: `common.mirror.Mirror`, or the segments themselves."""
-
-    labels: dict[str, str]
-    """Of the member that has them: which memory it sees, and where it passes chunks on."""
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Received from other hosts, since the start."""
-        ...
-
-    async def bring(
-        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
-    ) -> Manifest:
-        """The same version, with a segment that this process can open.
-
-        Raises:
-            WeightError: no source gave the right bytes in time.
-        """
-        ...
-
-
-class InPlace:
-    """All processes see the trainer's segments."""
-
-    def __init__(self) -> None:
-        self.labels: dict[str, str] = {}
-        self.streamed_bytes = 0
-
-    async def bring(
-        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
-    ) -> Manifest:
-        """It is here already."""
-        del sources, timeout_s
-        return manifest
 
 
 class Receiving:
@@ -92,7 +52,7 @@ class Receiving:
         on_applied: Callable[[], None],
     ) -> None:
         self._engine, self._updates, self._membership = engine, updates, membership
-        self._copies, self._limit_s = copies, limit_s
+        self._bringing, self._limit_s = Bringing(copies, limit_s), limit_s
         self._tasks, self._on_applied = tasks, on_applied
         self._swapping = asyncio.Lock()
         self._fetching: dict[int, asyncio.Task[VersionFetched | RequestRefused]] = {}
@@ -113,16 +73,10 @@ class Receiving:
         return _answer(await asyncio.shield(task))
 
     async def _fetch(self, request: FetchVersion) -> VersionFetched | RequestRefused:
-        manifest = request.manifest
-        began, before = _now(), self._copies.streamed_bytes
         try:
-            await self._bring(manifest, request.sources, FETCH_SHARE)
-        except WeightError as error:
-            return _refused(error)
-        fetch_s = _now() - began
-        log.info("version.fetched", policy_version=manifest.version, duration_s=fetch_s)
-        streamed = self._copies.streamed_bytes - before
-        return VersionFetched(version=manifest.version, streamed_bytes=streamed, fetch_s=fetch_s)
+            return await self._bringing.fetch(request)
+        except RequestRefused as refusal:
+            return refusal
 
     async def apply(self, _sender: str, request: ApplyVersion) -> VersionApplied:
         """Swap a version in. Goes on when the caller gives up: half a swap is no state."""
@@ -149,9 +103,6 @@ class Receiving:
             self._proof = None
             self._membership.applied_version = NO_VERSION
 
-    async def _bring(self, manifest: Manifest, sources: list[str], share: float) -> Manifest:
-        return await self._copies.bring(manifest, sources, timeout_s=share * self._limit_s)
-
     async def _swap(self, request: ApplyVersion) -> VersionApplied | RequestRefused:
         async with self._swapping:
             manifest = request.manifest
@@ -161,10 +112,9 @@ class Receiving:
                 return await self._prove(0.0)
             began = _now()
             try:
-                local = await self._bring(manifest, request.sources, BRING_SHARE)
-                await self._updates.swap(local)
+                await self._updates.swap(await self._bringing.local(request))
             except WeightError as error:
-                return _refused(error)
+                return refused(error)
             self._proof = None
             apply_s = _now() - began
             self._membership.applied_version = manifest.version
@@ -198,11 +148,6 @@ def _answer(outcome: R | RequestRefused) -> R:
     if isinstance(outcome, RequestRefused):
         raise outcome
     return outcome
-
-
-def _refused(error: WeightError) -> RequestRefused:
-    refusal = Refusal.NOT_FOUND if isinstance(error, VersionGone) else Refusal.FAILED
-    return RequestRefused(refusal, f"{type(error).__name__}: {error}")
 
 
 def _now() -> float:

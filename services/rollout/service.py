@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 
 from common.config import BucketConfig, Config
+from common.copies import Copies, InPlace
 from common.errors import ConfigError, RunFailed
 from common.service import Runtime
 from common.streaming import open_mirror
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
 from services.rollout.parsers import PARSERS
-from services.rollout.receiving import Copies, InPlace
 from services.rollout.render import Renderer
 from services.rollout.tenancy import starts_cold
 from services.rollout.tokenizer import ChatTokenizer, load_tokenizer

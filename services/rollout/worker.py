@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from common.config import BucketConfig, Config
+from common.copies import Copies, InPlace
 from common.errors import Refusal, RequestRefused, RunFailed, TransportError
 from common.membership import Membership
 from common.messages.rollout import (
@@ -31,7 +32,7 @@ from services.rollout.kv_server import KvServer
 from services.rollout.limits import Limits
 from services.rollout.loop import Trajectory
 from services.rollout.parsers import PARSERS
-from services.rollout.receiving import WAIT_SHARE, Copies, InPlace, Receiving
+from services.rollout.receiving import WAIT_SHARE, Receiving
 from services.rollout.render import Renderer
 from services.rollout.tenancy import RolloutBody
 from services.rollout.tool_client import ToolClient

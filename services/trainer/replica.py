@@ -6,17 +6,17 @@ what it does not return in time is computed by the core.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
-from common.errors import Refusal, RequestRefused, TransportError, VersionGone, WeightError
+from common.copies import Bringing, Copies, InPlace, refused
+from common.errors import RequestRefused, TransportError, WeightError
 from common.membership import MEMORY, Membership
-from common.messages.coordinator import Manifest, Member
+from common.messages.coordinator import Member
 from common.messages.rollout import ApplyVersion, FetchVersion, VersionApplied, VersionFetched
 from common.messages.trainer import GradientTaken, LeaseWork, ReturnGradient, WorkOffer
 from common.service import Runtime
@@ -34,37 +34,6 @@ RETRY_S = 0.5
 RETURN_TIMEOUT_S = 10.0
 """For the core to come to the end of its micro-batch; after that the sum is late anyway."""
 RETURN_TRIES = 2
-FETCH_SHARE = 0.8
-"""Of the coordinator's limit: who cannot fetch says so, by name, before it is given up."""
-BRING_SHARE = 0.4
-"""The same for who is told to apply what it has not fetched."""
-
-
-class Copies(Protocol):
-    """Versions on this host: `common.mirror.Mirror`, or the segments themselves."""
-
-    labels: dict[str, str]
-    """Of the member that has them: which memory it sees, and where it passes chunks on."""
-
-    async def bring(
-        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
-    ) -> Manifest:
-        """The same version, with a segment that this process can open, or a `WeightError`."""
-        ...
-
-
-class InPlace:
-    """All processes see the trainer's segments."""
-
-    def __init__(self) -> None:
-        self.labels: dict[str, str] = {}
-
-    async def bring(
-        self, manifest: Manifest, sources: Sequence[str], *, timeout_s: float
-    ) -> Manifest:
-        """It is here already."""
-        del sources, timeout_s
-        return manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +85,9 @@ class Replica:
         self, runtime: Runtime, engine: ReplicaEngine, copies: Copies | None = None
     ) -> None:
         self._mesh, self._slot, self._engine = runtime.mesh, runtime.name, engine
-        self._copies = copies or InPlace()
-        self._limit_s = runtime.config.coordinator.apply_timeout_s
-        labels = {**self._copies.labels, "slot": runtime.name}
+        copies = copies or InPlace()
+        self._bringing = Bringing(copies, runtime.config.coordinator.apply_timeout_s)
+        labels = {**copies.labels, "slot": runtime.name}
         self._membership = Membership(runtime, labels)
         self._tenant = Tenant(runtime.mesh, self._membership, self)
         self._working = asyncio.Event()
@@ -178,17 +147,7 @@ class Replica:
     # ── versions ─────────────────────────────────────────────────────────────────────────────
 
     async def _fetch_version(self, _sender: str, request: FetchVersion) -> VersionFetched:
-        began_s = self._now()
-        try:
-            await self._bring(request.manifest, request.sources, FETCH_SHARE)
-        except WeightError as error:
-            raise _refused(error) from error
-        return VersionFetched(
-            version=request.manifest.version, streamed_bytes=0, fetch_s=self._now() - began_s
-        )
-
-    async def _bring(self, manifest: Manifest, sources: list[str], share: float) -> Manifest:
-        return await self._copies.bring(manifest, sources, timeout_s=share * self._limit_s)
+        return await self._bringing.fetch(request)
 
     async def _apply_version(self, _sender: str, request: ApplyVersion) -> VersionApplied:
         """Take a version's weights. The engine finishes a micro-batch first, no more."""
@@ -198,10 +157,9 @@ class Replica:
         async with self._swapping:
             if manifest.version > engine.version:
                 try:
-                    local = await self._bring(manifest, request.sources, BRING_SHARE)
-                    await engine.apply(local)
+                    await engine.apply(await self._bringing.local(request))
                 except WeightError as error:
-                    raise _refused(error) from error
+                    raise refused(error) from error
                 finally:
                     self._membership.applied_version = engine.version
         apply_s = self._now() - began_s
@@ -253,10 +211,9 @@ class Replica:
         if self._returning is not None:  # Its buffer is the next but one.
             await asyncio.wait([self._returning])
         computed = await self._engine.finish()
-        busy_s = self._now() - began_s
-        self._membership.busy_s += busy_s
+        self._membership.busy_s += self._now() - began_s
         task = self._tasks.create_task(
-            self._return(trainer, offer, computed, busy_s), name=f"return {offer.lease}"
+            self._return(trainer, offer, computed), name=f"return {offer.lease}"
         )
         self._returning, self._returning_lease = task, offer.lease
         task.add_done_callback(self._returned)
@@ -278,9 +235,7 @@ class Replica:
             return True
         return not self._engine.version == offer.version >= self._wanted
 
-    async def _return(
-        self, trainer: Member, offer: WorkOffer, computed: Computed, busy_s: float
-    ) -> None:
+    async def _return(self, trainer: Member, offer: WorkOffer, computed: Computed) -> None:
         request = ReturnGradient(
             slot=self._slot,
             fence=self._tenant.fence,
@@ -293,7 +248,6 @@ class Replica:
             sources=self._engine.sources,
             tokens=computed.tokens,
             sums=computed.sums,
-            busy_s=busy_s,
         )
         taken = None
         try:
@@ -322,8 +276,3 @@ class Replica:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _refused(error: WeightError) -> RequestRefused:
-    refusal = Refusal.NOT_FOUND if isinstance(error, VersionGone) else Refusal.FAILED
-    return RequestRefused(refusal, f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 
 from common.clock import run_sim
+from common.copies import Copies
 from common.membership import Membership
 from common.messages.coordinator import GetSegmentsInUse, Manifest, PublishVersion
 from common.mirror import Mirror
@@ -19,7 +20,6 @@ from common.transport.sim import SimNetwork
 from common.transport.sim_stream import SimStreamNetwork, SimStreamServer, StreamFaults
 from services.coordinator.service import CoordinatorService
 from services.rollout.fake_engine import FakeEngine
-from services.rollout.receiving import Copies
 from services.rollout.service import RolloutService
 from tests.support.rollout import TINY
 from tests.support.rollouts import publish
