@@ -150,9 +150,8 @@ class Tenant:
         fence, started_s = self.fence, loop.time()
         self._holds = True
         await self._body.wake()
-        wake_s = loop.time() - started_s
-        log.info("slot.taken", fence=fence, duration_s=wake_s)
-        return SlotTaken(fence=fence, wake_s=wake_s)
+        log.info("slot.taken", fence=fence, duration_s=loop.time() - started_s)
+        return SlotTaken(fence=fence)
 
     async def _sleep(self, deadline_s: float) -> SlotYielded:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,6 @@ class SlotTaken(Message):
     """The tenant is awake. It is of use once it has applied the newest version."""
 
     fence: int
-    wake_s: float
 
 
 class TakeSlot(Request[SlotTaken]):

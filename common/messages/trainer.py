@@ -69,7 +69,6 @@ class LeaseWork(Request[WorkOffer]):
 class GradientTaken(Message):
     """The gradient is in the sum, or not needed any more: its memory may be reused."""
 
-    lease: int
     counted: bool
 
 

@@ -243,7 +243,7 @@ class Crew:
         number = request.lease
         with self._changed:
             if self._leases.counts(number) and self._is_current(request):
-                return GradientTaken(lease=number, counted=True)
+                return GradientTaken(counted=True)
             lease = self._held(request)
             lease.returning = True
         arrived = False
@@ -274,7 +274,7 @@ class Crew:
                 with self._changed:
                     self._leases.give_back(number)
                     self._changed.notify()
-        return GradientTaken(lease=number, counted=await incoming.counted)
+        return GradientTaken(counted=await incoming.counted)
 
     def lost(self, peer: str, _reason: str = "") -> None:
         """A process is gone; when it was a replica, what it had at work is."""
